@@ -1,0 +1,168 @@
+"""The one place where a collective meets torch: engines, vmap, and derivatives of every order, for any record.
+
+`bind(name, x, axis, *params)` applies `PRIMITIVES[name]`. An emulated axis has one token per part: the ranks' indices,
+batched by the `fcoll.vmap` level of that part. In the vmap rule, a batched token tells that this is the named level:
+the ranks' values are put on a leading axis of x. When all parts are there, the record acts on the stack. Any other
+level is a plain batch: its axis goes to the front and the record's axis parameters move over.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcoll import _torch
+from fcoll.groups import PENDING, Axis, Layout, axis_index, from_major, process_of, stacked_index
+from fcoll.primitives import PRIMITIVES, Params, Primitive
+
+
+def bind(name: str, x: Tensor, axis: Axis, *params: Any) -> Tensor:
+    """Apply a collective to one tensor. Everything has been checked."""
+    layout, tokens, _ = axis
+    if layout.process and not _torch.transforming() and not (x.requires_grad and torch.is_grad_enabled()):
+        return PRIMITIVES[name].on_process(x, process_of(layout), *params)
+    return _apply(x, name, params, layout, *tokens)
+
+
+@torch.compiler.allow_in_graph  # Dynamo would drop the vmap rule of a Function that it traces into
+def _apply(x: Tensor, name: str, params: Params, layout: Layout, *tokens: Tensor) -> Tensor:
+    y: Tensor = _Bind.apply(x, name, params, Layout(*layout), *tokens)
+    return y
+
+
+class _Bind(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, name: str, params: Params, layout: Layout, *tokens: Tensor) -> Tensor:
+        if layout.process:
+            return PRIMITIVES[name].on_process(x, process_of(layout), *params)
+        if PENDING in layout.at:
+            raise RuntimeError(f"{name}: a value of an emulated axis was used outside the fcoll.vmap that binds it")
+        y = _on_stack(x, name, params, layout)
+        if _once(PRIMITIVES[name], layout):  # a cotangent would lack the ranks' axes
+            y = y.expand(*x.shape[: _stacked(layout)], *y.shape).contiguous()
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.name, ctx.params, ctx.layout, *tokens = inputs
+        saved = (*tokens,) if PRIMITIVES[ctx.name].transpose else (x, output, *tokens)
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        record = PRIMITIVES[ctx.name]
+        if record.transpose:
+            tokens = ctx.saved_tensors
+            name, *params = record.transpose(*ctx.params)
+            result = _Bind.apply(cotangent, name, tuple(params), ctx.layout, *tokens)
+        else:
+            x, y, *tokens = ctx.saved_tensors
+            rule = _rule(record.vjp, ctx.name)
+            result = rule(_Call(ctx.layout, tuple(tokens)), x, y, cotangent, *ctx.params)
+        return result, None, None, None, *(None for _ in tokens)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
+        record = PRIMITIVES[ctx.name]
+        if record.transpose:
+            return _Bind.apply(tangent, ctx.name, ctx.params, ctx.layout, *ctx.saved_tensors)
+        x, y, *tokens = ctx.saved_tensors
+        rule = _rule(record.jvp, ctx.name)
+        return rule(_Call(ctx.layout, tuple(tokens)), x, y, tangent, *ctx.params)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, name: str, params: Params, layout: Layout, *tokens: Tensor
+    ) -> tuple[Tensor, int | None]:
+        record, x_dim, token_dims = PRIMITIVES[name], in_dims[0], in_dims[4:]
+        stacked = _stacked(layout)
+        here = [i for i, dim in enumerate(token_dims) if dim is not None]
+        if not here:
+            x = x.movedim(x_dim, stacked)
+            y = _Bind.apply(x, name, record.shift(params), layout, *tokens)
+            return y, 0 if tokens and _once(record, layout) else stacked
+
+        (token,) = here
+        part = [i for i, at in enumerate(layout.at) if at == PENDING][token]
+        n = layout.sizes[part]
+        if x_dim is None and record.unmapped and len(layout.sizes) == 1 and not layout.partition:
+            return record.unmapped(x, n, *params), 0
+        x = x.expand(n, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
+        at = tuple(0 if i == part else p if p == PENDING else p + 1 for i, p in enumerate(layout.at))
+        layout, tokens = layout._replace(at=at), (*tokens[:token], *tokens[token + 1 :])
+        if tokens or record.declared:
+            y = _Bind.apply(x, name, params, layout, *tokens)
+        else:  # plain operations, whose own derivative is the exact one
+            y = _on_stack(x, name, params, layout)
+        return y, None if _once(record, layout) else 0
+
+
+class _Call:
+    """See primitives.Call."""
+
+    def __init__(self, layout: Layout, tokens: tuple[Tensor, ...]) -> None:
+        self.layout, self.tokens = layout, tokens
+        self.stacked = _stacked(layout)
+
+    def __call__(self, name: str, x: Tensor, *params: Any) -> Tensor:
+        y: Tensor = _Bind.apply(x, name, params, self.layout, *self.tokens)
+        return y
+
+    def index(self, ndim: int) -> Tensor:
+        if not self.stacked:
+            return axis_index(Axis(self.layout, self.tokens, ""))
+        index = stacked_index(self.layout)
+        return index.view(*index.shape, *[1] * (ndim - self.stacked))
+
+
+def _stacked(layout: Layout) -> int:
+    return sum(at != PENDING for at in layout.at)
+
+
+def _once(record: Primitive, layout: Layout) -> bool:
+    """Whether `_on_stack` gives one result for all ranks, rather than a stack."""
+    return record.replicated and not layout.partition
+
+
+def _rule(rule: Any, name: str) -> Any:
+    if rule is None:
+        raise NotImplementedError(f"{name} has no derivative")
+    return rule
+
+
+def _on_stack(x: Tensor, name: str, params: Params, layout: Layout) -> Tensor:
+    """Act on x, whose leading axes hold the ranks of all parts; the result has them in the same places."""
+    record, parts = PRIMITIVES[name], len(layout.sizes)
+    to_major = (*layout.at, *range(parts, x.ndim))
+    n = math.prod(layout.sizes)
+    stack = x.permute(to_major).reshape(n, *x.shape[parts:])
+    if layout.partition:
+        y = _in_subgroups(stack, record, params, layout.partition)
+    else:
+        y = record.on_stack(stack, n, *params)
+        if record.replicated:
+            return y
+    y = y.unflatten(0, layout.sizes) if parts else y.squeeze(0)
+    return y.permute(*from_major(layout), *range(parts, y.ndim))
+
+
+def _in_subgroups(stack: Tensor, record: Primitive, params: Params, partition: tuple[tuple[int, ...], ...]) -> Tensor:
+    ranks = [rank for subgroup in partition for rank in subgroup]
+    order = torch.tensor(ranks, device=stack.device)
+    back = torch.tensor(sorted(range(len(ranks)), key=ranks.__getitem__), device=stack.device)
+    sizes = [len(subgroup) for subgroup in partition]
+    n = sizes[0]
+    if all(size == n for size in sizes):  # one more batch axis, whatever the number of subgroups
+        groups = stack.index_select(0, order).unflatten(0, (len(sizes), n)).movedim(0, 1)
+        y = record.on_stack(groups, n, *record.shift(params))
+        y = y.expand(n, *y.shape) if record.replicated else y
+        return y.movedim(1, 0).flatten(0, 1).index_select(0, back)
+    results = []
+    for piece in stack.index_select(0, order).split(sizes):
+        y = record.on_stack(piece, len(piece), *params)
+        results.append(y.expand(len(piece), *y.shape) if record.replicated else y)
+    return torch.cat(results).index_select(0, back)

@@ -1,0 +1,52 @@
+"""The exceptions that fcoll raises, all before any communication, and the one way to raise them."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from fcoll import _torch
+
+
+class FcollError(Exception):
+    """What every exception of fcoll is."""
+
+
+class CollectiveValueError(FcollError, ValueError):
+    """An argument of the right kind has a value that cannot be: an axis, a size, a rank, a permutation."""
+
+
+class CollectiveTypeError(FcollError, TypeError):
+    """An argument is of the wrong kind: a leaf that is no tensor, a dtype that the operation is not defined for."""
+
+
+class UnboundAxisError(FcollError, NameError):
+    """An axis name that no enclosing `fcoll.vmap` binds."""
+
+
+_KINDS: dict[str, type[FcollError]] = {
+    "value": CollectiveValueError,
+    "type": CollectiveTypeError,
+    "name": UnboundAxisError,
+}
+
+
+@torch.compiler.allow_in_graph  # so that it runs, and raises, while Dynamo traces its caller
+def fail(kind: str, template: str, *details: object) -> NoReturn:
+    """Raise the error of this `kind` ("value", "type" or "name"), with `details` put into the braces of `template`.
+
+    Details may be sizes that are symbols in a compiled function, which is why the caller does not format them.
+    """
+    error = _KINDS[kind](template.format(*map(_concrete, details)))
+    if torch.compiler.is_compiling():
+        raise _torch.traced_error(type(error))(str(error))
+    raise error
+
+
+def _concrete(detail: object) -> object:
+    if isinstance(detail, torch.SymInt):
+        return int(detail)
+    if isinstance(detail, (tuple, list, torch.Size)):
+        return tuple(map(_concrete, detail))
+    return detail

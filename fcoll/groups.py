@@ -1,0 +1,294 @@
+"""What a `group` argument may be, and what it resolves to: an `Axis`.
+
+    an axis name | a tuple of names, major first | ProcessGroup | DeviceMesh, all of it | Group | WORLD
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from fcoll import _torch, axes
+from fcoll.engine import Process
+from fcoll.errors import fail
+
+PENDING = -1  # see Layout.at
+
+
+class Layout(NamedTuple):
+    """The static side of an axis, as plain values that a traced graph can hold."""
+
+    sizes: tuple[int, ...]  # of the parts (one per axis name), major first
+    at: tuple[int, ...]  # per emulated part: PENDING its vmap level, or which leading axis of x stacks its ranks
+    process: str  # the name of the process group, "" where the parts are emulated
+    order: tuple[int, ...]  # index in the group → rank of the process group; () where they agree
+    partition: tuple[tuple[int, ...], ...]  # subgroups, as indices; () for one group of all
+
+
+class Axis(NamedTuple):
+    """A resolved group: all that a collective and its derivatives need, so that they never look at what is in scope."""
+
+    layout: Layout
+    tokens: tuple[torch.Tensor, ...]  # one per PENDING part: the ranks' indices, batched by that part's vmap
+    label: str  # for messages
+
+    @property
+    def n(self) -> int:
+        """The group's size; of subgroups of unequal size, that of the largest."""
+        if self.layout.partition:
+            return max(map(len, self.layout.partition))
+        return math.prod(self.layout.sizes)
+
+
+class Group:
+    """A group made by `fcoll.group` or `fcoll.subgroups`; usable wherever a group is asked for."""
+
+    def __init__(
+        self,
+        parent: str | tuple[str, ...] | None,
+        partition: tuple[tuple[int, ...], ...],
+        process: Process | None = None,
+        keep: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.parent = parent
+        self.partition = partition
+        self.process = process
+        self._keep = keep  # torch drops a process group that nobody refers to
+
+    def __repr__(self) -> str:
+        if self.process is not None:
+            return f"fcoll.Group(process group {self.process.name!r} of {self.process.n})"
+        return f"fcoll.Group({self.parent!r} in {[list(ranks) for ranks in self.partition]})"
+
+
+class _World:
+    def __repr__(self) -> str:
+        return "fcoll.WORLD"
+
+
+WORLD = _World()
+"""All ranks of torch.distributed."""
+
+GroupLike: TypeAlias = "str | tuple[str, ...] | dist.ProcessGroup | dist.DeviceMesh | Group | _World"
+
+
+def resolve(function: str, group: GroupLike) -> Axis:
+    """The axis that `group` means here and now; `function` is named in messages."""
+    if isinstance(group, str):
+        return _named(function, (group,), repr(group))
+    if isinstance(group, tuple):
+        return _named(function, group, repr(group))
+    if isinstance(group, Group):
+        if group.process is not None:
+            return _of_process(group.process, group.process.name)
+        parent = group.parent
+        names = (parent,) if isinstance(parent, str) else parent or ()
+        axis = _named(function, names, repr(parent))
+        members = sorted(rank for ranks in group.partition for rank in ranks)
+        if members != list(range(axis.n)):
+            fail(
+                "value",
+                "{}: subgroups of {} must hold each of its {} ranks exactly once, got {}",
+                function, axis.label, axis.n, str(group.partition),
+            )  # fmt: skip
+        return axis._replace(layout=axis.layout._replace(partition=group.partition))
+    name, n, order, problem = _process(group)
+    if problem:
+        fail(problem[0], "{}: {}", function, problem[1])
+    return _of_process(Process(name, n, order), name)
+
+
+def process_of(layout: Layout) -> Process:
+    """The process group of an axis that is one."""
+    return Process(layout.process, layout.sizes[0], layout.order)
+
+
+def axis_index(axis: Axis) -> torch.Tensor:
+    """This rank's index in the group, a 0-d int64 tensor."""
+    layout = axis.layout
+    if layout.process:
+        return process_of(layout).index_tensor()
+    index = torch.zeros((), dtype=torch.int64)
+    for part, (size, token) in enumerate(zip(layout.sizes, axis.tokens, strict=True)):
+        index = index * size + token if part else token
+    if layout.partition:
+        index = _places(layout, index.device).index_select(0, index.view(1)).view(())
+    return index
+
+
+def stacked_index(layout: Layout) -> torch.Tensor:
+    """All ranks' indices, in the places where the layout stacks them."""
+    index = torch.arange(math.prod(layout.sizes))
+    if layout.partition:
+        index = _places(layout, index.device)
+    return index.view(layout.sizes).permute(from_major(layout))
+
+
+def from_major(layout: Layout) -> list[int]:
+    """The permutation from axes in the order of the parts to the places where they are stacked."""
+    return sorted(range(len(layout.sizes)), key=layout.at.__getitem__)
+
+
+def _places(layout: Layout, device: torch.device) -> torch.Tensor:
+    """Per rank, its index in its subgroup."""
+    places = [0] * math.prod(layout.sizes)
+    for ranks in layout.partition:
+        for place, rank in enumerate(ranks):
+            places[rank] = place
+    return torch.tensor(places, device=device)
+
+
+def split_parts(axis: Axis) -> list[Axis]:
+    """One axis per part, major first."""
+    layout = axis.layout
+    if layout.process or layout.partition:
+        return [axis]
+    return [
+        Axis(Layout((size,), (PENDING,), "", (), ()), (token,), axis.label)
+        for size, token in zip(layout.sizes, axis.tokens, strict=True)
+    ]
+
+
+def group(ranks: Sequence[int]) -> Group:
+    """A group of process ranks, in the order listed: that is the order of gathers, of `src`, `dst` and permutations.
+
+    Every listed rank calls it, and nobody else has to; groups of the same ranks share one process group. Ranks that
+    make several groups must make them in the same order.
+
+    Args:
+        ranks: ranks of the world.
+
+    Raises:
+        ValueError: ranks repeated or outside the world, this rank not among them, or no world at all.
+        TypeError: ranks that are no integers.
+
+    Example:
+        >>> fcoll.group([1, 1])
+        Traceback (most recent call last):
+        fcoll.errors.CollectiveValueError: group: ranks must be distinct, got (1, 1)
+    """
+    listed = tuple(ranks)
+    if not all(isinstance(rank, int) for rank in listed):
+        fail("type", "group: ranks must be integers, got {}", str(listed))
+    if len(set(listed)) != len(listed):
+        fail("value", "group: ranks must be distinct, got {}", str(listed))
+    if not dist.is_initialized():
+        fail("value", "group: {}", _NO_WORLD)
+    world = dist.get_world_size()
+    if not listed or not all(0 <= rank < world for rank in listed):
+        fail("value", "group: ranks must be among 0 to {}, at least one, got {}", world - 1, str(listed))
+    if dist.get_rank() not in listed:
+        fail("value", "group: rank {} is not among {}; only members make a group", dist.get_rank(), str(listed))
+    process_group = _make(listed)
+    return Group(None, (), Process(process_group.group_name, len(listed), _order(listed)), process_group)
+
+
+def subgroups(group: GroupLike, ranks: Sequence[Sequence[int]]) -> Group:
+    """A partition of `group` into subgroups: collectives over the result run within each (JAX's axis_index_groups).
+
+    Each inner list gives indices within `group`, in the order that gathers follow. Of a process group every member
+    calls it. Subgroups of an axis name are looked up when they are used.
+
+    Args:
+        group: an axis name, a tuple of names, or a process group.
+        ranks: lists of indices that together hold every index once. Their sizes may differ for the collectives
+            that keep shapes (all_reduce, broadcast, reduce, vary).
+
+    Raises:
+        ValueError: lists that overlap or leave ranks out.
+
+    Example:
+        >>> pairs = fcoll.subgroups("i", [[0, 1], [2, 3]])
+        >>> fcoll.vmap(lambda x: fcoll.all_reduce(x, pairs), axis_name="i")(torch.arange(4))
+        tensor([1, 1, 5, 5])
+    """
+    partition = tuple(tuple(int(rank) for rank in subgroup) for subgroup in ranks)
+    members = sorted(rank for subgroup in partition for rank in subgroup)
+    if members != list(range(len(members))) or not all(partition):
+        fail("value", "subgroups: the lists must hold each rank exactly once, got {}", str(partition))
+    if isinstance(group, (str, tuple)):
+        return Group(group, partition)
+    process = resolve("subgroups", group).layout
+    if len(members) != math.prod(process.sizes):
+        fail("value", "subgroups: the lists must hold each of {} ranks exactly once, got {}", process.sizes[0], str(partition))
+    of_world = dist.get_process_group_ranks(_torch.process_group(process.process))
+    mine = process_of(process).index()
+    own = next(subgroup for subgroup in partition if mine in subgroup)
+    listed = [of_world[process.order[rank] if process.order else rank] for rank in own]
+    return globals()["group"](listed)
+
+
+_NO_WORLD = "torch.distributed is not initialised: start it, or name an axis of an enclosing fcoll.vmap"
+
+
+def _named(function: str, names: tuple[Any, ...], label: str) -> Axis:
+    sizes: tuple[int, ...] = ()
+    tokens: tuple[torch.Tensor, ...] = ()
+    for name in names:
+        if not isinstance(name, str):
+            fail("type", "{}: a tuple of groups holds axis names, got {}", function, str(name))
+        found = axes.find(name)
+        if found is None:
+            bound = axes.names()
+            fail(
+                "name",
+                "{}: axis name {!r} is not bound; {}",
+                function, name, f"bound here: {bound}" if bound else "no axis is bound here: call it inside fcoll.vmap(..., axis_name=...)",
+            )  # fmt: skip
+        sizes, tokens = (*sizes, found.n), (*tokens, found.token)
+    if len(set(names)) != len(names):
+        fail("value", "{}: axis names must be distinct, got {}", function, label)
+    return Axis(Layout(sizes, (PENDING,) * len(names), "", (), ()), tokens, label)
+
+
+def _of_process(process: Process, label: str) -> Axis:
+    return Axis(Layout((process.n,), (), process.name, process.order, ()), (), f"process group {label!r}")
+
+
+@torch.compiler.assume_constant_result  # Dynamo guards on the group, and need not trace torch.distributed
+def _process(group: Any) -> tuple[str, int, tuple[int, ...], tuple[str, str] | None]:
+    """Name, size and order of the process group behind `group`, or what is wrong with it."""
+    group = _torch.unwrap_opaque(group)
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name, group.size(), (), None
+    if isinstance(group, dist.DeviceMesh):
+        if group.get_coordinate() is None:
+            return "", 0, (), ("value", f"this rank is not in {group}")
+        ranks = tuple(group.mesh.flatten().tolist())
+        made = group.get_group() if group.ndim == 1 else _make(ranks)
+        return made.group_name, len(ranks), _order(ranks), None
+    if group is WORLD:
+        if not dist.is_initialized():
+            return "", 0, (), ("value", _NO_WORLD)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD.group_name, dist.get_world_size(), (), None
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return "", 0, (), ("value", "this rank is not in the group")
+    kinds = "an axis name, a tuple of names, a ProcessGroup, a DeviceMesh, a fcoll.Group or fcoll.WORLD"
+    return "", 0, (), ("type", f"a group is {kinds}, got {type(group).__name__}")
+
+
+_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of these ranks of the world; made once while that world lives."""
+    world = dist.group.WORLD
+    assert world is not None
+    listed = tuple(sorted(ranks))
+    if len(listed) == dist.get_world_size():
+        return world
+    key = (id(world), *listed)
+    if key not in _made:
+        _made[key] = dist.new_group(list(listed), use_local_synchronization=True)
+    return _made[key]
+
+
+def _order(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """torch numbers a group's members by their rank in the world: index as listed → number given."""
+    order = tuple(sorted(ranks).index(rank) for rank in ranks)
+    return () if order == tuple(range(len(order))) else order

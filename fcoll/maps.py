@@ -1,0 +1,135 @@
+"""`fcoll.vmap`: torch.func.vmap whose axis has a name, and so is a group of emulated ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fcoll import _torch, axes, trees
+from fcoll.errors import fail
+
+
+def vmap(
+    f: Callable[..., Any],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    randomness: str = "error",
+    *,
+    axis_name: str,
+    axis_size: int | None = None,
+) -> Callable[..., Any]:
+    """Map `f` over an axis that has a name: collectives in `f` communicate over it, as if each slice were a rank.
+
+    Per rank: f sees slice r of every mapped argument; result r is what f returns there.
+
+    Args:
+        f: a function of trees of tensors. Rank-dependent behaviour comes from `fcoll.axis_index`: Python control
+            flow is the same for all ranks.
+        in_dims: which axis of each argument is mapped; an int, None (the same on all ranks), or a tuple of trees
+            that are prefixes of the arguments.
+        out_dims: where the ranks go in each result; None for a result that is the same on all ranks, which is then
+            returned once. A prefix of what f returns.
+        randomness: "error", "same" or "different", as in torch.func.vmap.
+        axis_name: the name by which collectives call the group.
+        axis_size: the number of ranks; needed only where no argument is mapped.
+
+    Returns:
+        A function of the same arguments. Keyword arguments are passed on as they are, unmapped.
+
+    Raises:
+        ValueError: sizes that disagree, an axis out of range, `out_dims=None` for a result that varies, or no size.
+        TypeError: something else than a tensor is mapped.
+
+    Example:
+        >>> total = fcoll.vmap(lambda x: x / fcoll.all_reduce(x, "i"), axis_name="i")
+        >>> total(torch.tensor([1.0, 1.0, 2.0]))
+        tensor([0.2500, 0.2500, 0.5000])
+    """
+    if not isinstance(axis_name, str):
+        fail("type", "vmap: axis_name is a string, got {}", type(axis_name).__name__)
+
+    @functools.wraps(f)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = trees.flatten(args)
+        dims = _in_dims(in_dims, args)
+        n = _size(leaves, dims, args, axis_size)
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        structure: list[Any] = []
+
+        def body(token: torch.Tensor, *values: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            with axes.bound(axes.Emulated(axis_name, n, token)):
+                out = f(*trees.unflatten(spec, list(values)), **kwargs)
+            results, out_spec = trees.flatten(out)
+            places = _out_dims(out_dims, out)
+            structure[:] = [out_spec, places]
+            results = [_result(value, place, out, i, axis_name) for i, (value, place) in enumerate(zip(results, places, strict=True))]
+            once = [value for value, place in zip(results, places, strict=True) if place is None]
+            return [value for value, place in zip(results, places, strict=True) if place is not None], once
+
+        run = torch.func.vmap(body, in_dims=(0, *dims), out_dims=(0, None), randomness=randomness)
+        per_rank, once = run(torch.arange(n, device=device), *leaves)
+        out_spec, places = structure
+        stacked, single = iter(per_rank), iter(once)
+        moved = [next(single) if place is None else _move(next(stacked), place) for place in places]
+        return trees.unflatten(out_spec, moved)
+
+    return mapped
+
+
+def _in_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
+    prefix = tuple(in_dims) if isinstance(in_dims, list) else in_dims
+    return _prefix("in_dims", prefix, args, "arguments")
+
+
+def _out_dims(out_dims: Any, out: Any) -> list[int | None]:
+    return _prefix("out_dims", out_dims, out, "result")
+
+
+def _prefix(name: str, prefix: Any, tree: Any, what: str) -> list[int | None]:
+    try:
+        return trees.broadcast_prefix(prefix, tree)
+    except (ValueError, TypeError):
+        problem = str(prefix)
+    fail("value", "vmap: {}={} is no prefix of the tree of {}s", name, problem, what.rstrip("s"))
+
+
+def _size(leaves: list[Any], dims: list[int | None], args: Any, axis_size: int | None) -> int:
+    n = axis_size
+    for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if dim is None:
+            continue
+        if not isinstance(leaf, torch.Tensor):
+            fail("type", "vmap: {} is a {}, which has no axis to map; give it in_dims None", trees.path(args, i, "args"), type(leaf).__name__)
+        if not -leaf.ndim <= dim < leaf.ndim:
+            fail("value", "vmap: {} of shape {} has no axis {} to map", trees.path(args, i, "args"), leaf.shape, dim)
+        if n is None:
+            n = leaf.shape[dim]
+        elif leaf.shape[dim] != n:
+            fail(
+                "value", "vmap: {} of shape {} has size {} along axis {}, others have {}",
+                trees.path(args, i, "args"), leaf.shape, leaf.shape[dim], dim, n,
+            )  # fmt: skip
+    if n is None:
+        fail("value", "vmap: no argument is mapped; give axis_size")
+    return n
+
+
+def _result(value: Any, place: int | None, out: Any, i: int, axis_name: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        if not isinstance(value, (bool, int, float, complex)):
+            fail("type", "vmap: {} of the result is a {}; f returns tensors, numbers and None", trees.path(out, i, "out"), type(value).__name__)
+        return torch.tensor(value)
+    if place is None and _torch.batched(value):
+        fail(
+            "value",
+            "vmap: out_dims=None for {}, which varies over {!r}; reduce it over that axis, or give it an axis in out_dims",
+            trees.path(out, i, "out"), axis_name,
+        )  # fmt: skip
+    return value
+
+
+def _move(value: torch.Tensor, place: int) -> torch.Tensor:
+    return value.movedim(0, place) if place else value

@@ -1,0 +1,324 @@
+"""One record per collective: what it does on a process group and on a stack of all ranks, and how it is transposed.
+
+Conventions of every record: `axis` parameters count from the front; a stack has the ranks on axis 0; blocks are the n
+equal pieces along an axis. `bind.py` derives everything else: both engines, vmap, forward and reverse mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fcoll import engine
+from fcoll.engine import Process
+
+Params = tuple[Any, ...]
+
+
+class Call(Protocol):
+    """Collectives over the axis at hand, for the rules of non-linear ones. The first `stacked` axes of a tensor may
+    be ranks; whatever a rule adds goes to the end."""
+
+    @property
+    def stacked(self) -> int: ...
+
+    def __call__(self, name: str, x: Tensor, *params: Any) -> Tensor: ...
+
+    def index(self, ndim: int) -> Tensor:
+        """This rank's index in the group, to be broadcast against a tensor of `ndim` axes."""
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """A collective. Either `transpose` is given (it is linear) or `vjp` and `jvp` are, made of other collectives."""
+
+    on_process: Callable[..., Tensor]
+    """(x, process, *params) -> y"""
+    on_stack: Callable[..., Tensor]
+    """(stack, n, *params) -> stack of results; where `replicated`, the one result instead"""
+    replicated: bool = False
+    """Every rank gets the same result."""
+    transpose: Callable[..., tuple[Any, ...]] | None = None
+    """params -> (name, *params) of the transposed collective"""
+    vjp: Callable[..., Tensor] | None = None
+    """(call, x, y, cotangent, *params) -> cotangent of x"""
+    jvp: Callable[..., Tensor] | None = None
+    """(call, x, y, tangent, *params) -> tangent of y"""
+    axes: tuple[int, ...] = ()
+    """Which params are tensor axes: they move when vmap puts a batch axis in front."""
+    declared: bool = False
+    """The transpose is one that the user declares (a value counts once for all ranks), not that of the stacked map."""
+    unmapped: Callable[..., Tensor] | None = None
+    """(x, n, *params) -> stack of results, for an x that no rank has a value of its own of"""
+
+    def shift(self, params: Params, by: int = 1) -> Params:
+        """The params after `by` axes were put in front."""
+        return tuple(p + by if i in self.axes else p for i, p in enumerate(params))
+
+
+# Pieces along an axis. Sizes are written out, since -1 has no meaning for empty tensors.
+
+
+def split_blocks(x: Tensor, n: int, axis: int, tiled: bool) -> Tensor:
+    """The n blocks along `axis`, on a new axis 0; untiled, `axis` itself holds them."""
+    return x.unflatten(axis, (n, x.shape[axis] // n)).movedim(axis, 0) if tiled else x.movedim(axis, 0)
+
+
+def join_blocks(blocks: Tensor, axis: int, tiled: bool) -> Tensor:
+    """The blocks on axis 0 side by side along `axis`; untiled, along a new axis."""
+    return blocks.movedim(0, axis).flatten(axis, axis + 1) if tiled else blocks.movedim(0, axis)
+
+
+def own_block(stack: Tensor, n: int, axis: int, tiled: bool) -> Tensor:
+    """Of each rank's x its own block."""
+    blocks = split_blocks(stack, n, axis + 1, tiled)  # block, rank, ...
+    return blocks.diagonal(dim1=0, dim2=1).movedim(-1, 0)
+
+
+def only_at(y: Tensor, root: int, n: int) -> Tensor:
+    """A stack with y on the root and zeros elsewhere."""
+    return torch.select_scatter(y.new_zeros((n, *y.shape)), y, 0, root)
+
+
+# Reductions
+
+
+def _reduce_stack(stack: Tensor, n: int, op: str) -> Tensor:
+    match op:
+        case "sum":
+            return stack.sum(0, dtype=stack.dtype)
+        case "mean":
+            return stack.mean(0)
+        case "max":
+            return stack.amax(0)
+        case "min":
+            return stack.amin(0)
+        case "prod":
+            return stack.prod(0, dtype=stack.dtype)
+        case "any":
+            return stack.any(0)
+    return stack.all(0)
+
+
+_WIRE = {"mean": "sum", "any": "max", "all": "min"}
+
+
+def _reduce_process(x: Tensor, process: Process, op: str) -> Tensor:
+    y = engine.all_reduce(x, _WIRE.get(op, op), process)
+    return y / process.n if op == "mean" else y
+
+
+def _shared_vjp(invariant: bool) -> Callable[..., Tensor]:
+    """max and min: the ranks that attain the result share its cotangent evenly, as torch.amax does for elements."""
+
+    def vjp(call: Call, x: Tensor, y: Tensor, cotangent: Tensor, op: str) -> Tensor:
+        attains = (x == y).to(x.dtype)
+        if invariant:
+            return cotangent * attains / call("all_reduce", attains, "sum")
+        total, count = call("all_reduce", torch.stack((cotangent, attains), -1), "sum").unbind(-1)
+        return total * attains / count
+
+    return vjp
+
+
+def _shared_jvp(call: Call, x: Tensor, y: Tensor, tangent: Tensor, op: str) -> Tensor:
+    attains = (x == y).to(x.dtype)
+    total, count = call("all_reduce", torch.stack((tangent * attains, attains), -1), "sum").unbind(-1)
+    return total / count
+
+
+def _others(call: Call, x: Tensor) -> Tensor:
+    """The product over all other ranks: by products, not y / x, so finite at zeros at every order."""
+    factors = call("all_gather", x, x.ndim - call.stacked, False)
+    ranks = torch.arange(factors.shape[-1], device=x.device)
+    return torch.where(ranks == call.index(factors.ndim).to(x.device), 1, factors).prod(-1)
+
+
+def _prod_vjp(invariant: bool) -> Callable[..., Tensor]:
+    def vjp(call: Call, x: Tensor, y: Tensor, cotangent: Tensor, op: str) -> Tensor:
+        total = cotangent if invariant else call("all_reduce", cotangent, "sum")
+        return total * _others(call, x).conj()
+
+    return vjp
+
+
+def _prod_jvp(call: Call, x: Tensor, y: Tensor, tangent: Tensor, op: str) -> Tensor:
+    return call("all_reduce", tangent * _others(call, x), "sum")
+
+
+def _expand(reduced: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Rank by rank what `reduced` gives once. In memory of its own: forward mode writes tangents of that layout."""
+
+    def on_stack(stack: Tensor, n: int, *params: Any) -> Tensor:
+        y = reduced(stack, n, *params)
+        return y.expand(n, *y.shape).contiguous()
+
+    return on_stack
+
+
+# Movements
+
+
+def _gather_stack(stack: Tensor, n: int, axis: int, tiled: bool) -> Tensor:
+    return join_blocks(stack, axis, tiled)
+
+
+def _gather_process(x: Tensor, process: Process, axis: int, tiled: bool) -> Tensor:
+    return join_blocks(engine.all_gather(x, process), axis, tiled)
+
+
+def _split_process(x: Tensor, process: Process, axis: int, tiled: bool) -> Tensor:
+    return split_blocks(x, process.n, axis, tiled).index_select(0, process.index_tensor().view(1).to(x.device)).squeeze(0)
+
+
+def _all_to_all_stack(stack: Tensor, n: int, split: int, concat: int, tiled: bool) -> Tensor:
+    blocks = split_blocks(stack, n, split + 1, tiled)  # receiver, sender, ...
+    return join_blocks(blocks.movedim(1, 0), concat + 1, tiled)
+
+
+def _all_to_all_process(x: Tensor, process: Process, split: int, concat: int, tiled: bool) -> Tensor:
+    return join_blocks(engine.all_to_all(split_blocks(x, process.n, split, tiled), process), concat, tiled)
+
+
+def _permute_stack(stack: Tensor, n: int, perm: tuple[tuple[int, int], ...]) -> Tensor:
+    offset = (perm[0][1] - perm[0][0]) % n if perm else 0
+    if len(perm) == n and all((source + offset) % n == destination for source, destination in perm):
+        return stack.roll(offset, 0)
+    sources = torch.tensor([source for source, _ in perm], dtype=torch.int64, device=stack.device)
+    destinations = torch.tensor([destination for _, destination in perm], dtype=torch.int64, device=stack.device)
+    return torch.zeros_like(stack).index_copy(0, destinations, stack.index_select(0, sources))
+
+
+def _inverse(perm: tuple[tuple[int, int], ...]) -> tuple[Any, ...]:
+    return "permute", tuple((destination, source) for source, destination in perm)
+
+
+PRIMITIVES: dict[str, Primitive] = {
+    "all_reduce": Primitive(  # op: sum or mean
+        on_process=_reduce_process,
+        on_stack=_reduce_stack,
+        replicated=True,
+        transpose=lambda op: ("all_reduce", op),
+    ),
+    "all_reduce_invariant": Primitive(
+        on_process=_reduce_process,
+        on_stack=_expand(_reduce_stack),
+        transpose=lambda op: ("vary", op),
+        declared=True,
+    ),
+    "vary": Primitive(  # op: what the transposed all_reduce does
+        on_process=lambda x, process, op: x / process.n if op == "mean" else x.clone(),
+        on_stack=lambda stack, n, op: stack / n if op == "mean" else stack.clone(),
+        transpose=lambda op: ("all_reduce_invariant", op),
+        declared=True,
+        unmapped=lambda x, n, op: (x / n if op == "mean" else x).expand(n, *x.shape),
+    ),
+    "extremum": Primitive(  # op: max or min
+        on_process=_reduce_process,
+        on_stack=_reduce_stack,
+        replicated=True,
+        vjp=_shared_vjp(invariant=False),
+        jvp=_shared_jvp,
+    ),
+    "extremum_invariant": Primitive(
+        on_process=_reduce_process,
+        on_stack=_expand(_reduce_stack),
+        vjp=_shared_vjp(invariant=True),
+        jvp=_shared_jvp,
+        declared=True,
+    ),
+    "product": Primitive(
+        on_process=_reduce_process,
+        on_stack=_reduce_stack,
+        replicated=True,
+        vjp=_prod_vjp(invariant=False),
+        jvp=_prod_jvp,
+    ),
+    "product_invariant": Primitive(
+        on_process=_reduce_process,
+        on_stack=_expand(_reduce_stack),
+        vjp=_prod_vjp(invariant=True),
+        jvp=_prod_jvp,
+        declared=True,
+    ),
+    "truth": Primitive(  # op: any or all, of booleans
+        on_process=_reduce_process,
+        on_stack=_reduce_stack,
+        replicated=True,
+    ),
+    "all_gather": Primitive(
+        on_process=_gather_process,
+        on_stack=_gather_stack,
+        replicated=True,
+        transpose=lambda axis, tiled: ("reduce_scatter", axis, tiled),
+        axes=(0,),
+    ),
+    "reduce_scatter": Primitive(
+        on_process=lambda x, process, axis, tiled: engine.reduce_scatter(
+            split_blocks(x, process.n, axis, tiled), process
+        ),
+        on_stack=lambda stack, n, axis, tiled: split_blocks(stack.sum(0, dtype=stack.dtype), n, axis, tiled),
+        transpose=lambda axis, tiled: ("all_gather", axis, tiled),
+        axes=(0,),
+    ),
+    "all_gather_invariant": Primitive(
+        on_process=_gather_process,
+        on_stack=_expand(_gather_stack),
+        transpose=lambda axis, tiled: ("split", axis, tiled),
+        axes=(0,),
+        declared=True,
+    ),
+    "split": Primitive(
+        on_process=_split_process,
+        on_stack=own_block,
+        transpose=lambda axis, tiled: ("all_gather_invariant", axis, tiled),
+        axes=(0,),
+        declared=True,
+        unmapped=split_blocks,
+    ),
+    "all_to_all": Primitive(
+        on_process=_all_to_all_process,
+        on_stack=_all_to_all_stack,
+        transpose=lambda split, concat, tiled: ("all_to_all", concat, split, tiled),
+        axes=(0, 1),
+    ),
+    "broadcast": Primitive(
+        on_process=lambda x, process, src: engine.broadcast(x, src, process),
+        on_stack=lambda stack, n, src: stack.select(0, src),
+        replicated=True,
+        transpose=lambda src: ("reduce", src),
+    ),
+    "reduce": Primitive(
+        on_process=lambda x, process, dst: engine.reduce(x, dst, process),
+        on_stack=lambda stack, n, dst: only_at(stack.sum(0, dtype=stack.dtype), dst, n),
+        transpose=lambda dst: ("broadcast", dst),
+    ),
+    "only_at": Primitive(  # x on one rank, zeros elsewhere
+        on_process=lambda x, process, root: engine.at_root(x.clone(), root, process),
+        on_stack=lambda stack, n, root: only_at(stack.select(0, root), root, n),
+        transpose=lambda root: ("only_at", root),
+    ),
+    "gather": Primitive(
+        on_process=lambda x, process, axis, tiled, dst: join_blocks(engine.gather(x, dst, process), axis, tiled),
+        on_stack=lambda stack, n, axis, tiled, dst: only_at(join_blocks(stack, axis, tiled), dst, n),
+        transpose=lambda axis, tiled, dst: ("scatter", axis, tiled, dst),
+        axes=(0,),
+    ),
+    "scatter": Primitive(
+        on_process=lambda x, process, axis, tiled, src: engine.scatter(
+            split_blocks(x, process.n, axis, tiled), src, process
+        ),
+        on_stack=lambda stack, n, axis, tiled, src: split_blocks(stack.select(0, src), n, axis, tiled),
+        transpose=lambda axis, tiled, src: ("gather", axis, tiled, src),
+        axes=(0,),
+    ),
+    "permute": Primitive(
+        on_process=lambda x, process, perm: engine.permute(x, perm, process),
+        on_stack=_permute_stack,
+        transpose=_inverse,
+    ),
+}

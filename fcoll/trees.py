@@ -1,0 +1,75 @@
+"""Trees by optree: dicts, lists, tuples, namedtuples, dataclasses, None, and whatever is registered with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import optree
+import torch
+
+NAMESPACE = "fcoll"  # for dataclasses that nobody registered; optree adds what is registered globally
+
+
+def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    """The leaves, and the structure around them. None is structure."""
+    leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    unknown = [type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)]
+    if unknown:
+        for kind in unknown:
+            _register(kind)
+        return flatten(tree)
+    return leaves, spec
+
+
+def unflatten(spec: optree.PyTreeSpec, leaves: list[Any]) -> Any:
+    """The tree with these leaves."""
+    return optree.tree_unflatten(spec, leaves)
+
+
+def broadcast_prefix(prefix: Any, tree: Any) -> list[Any]:
+    """Per leaf of `tree`, the leaf of `prefix` above it; None is a leaf of the prefix.
+
+    Raises:
+        ValueError: `prefix` is no prefix of `tree`.
+    """
+
+    def spread(value: Any, subtree: Any) -> list[Any]:
+        return [value] * len(flatten(subtree)[0])
+
+    if prefix is None or isinstance(prefix, int):
+        return spread(prefix, tree)
+    flatten(tree)  # registers dataclasses
+    parts = optree.tree_map(
+        spread, prefix, tree, none_is_leaf=True, is_leaf=lambda p: p is None, namespace=NAMESPACE
+    )
+    return [
+        value
+        for part in optree.tree_leaves(parts, is_leaf=lambda p: isinstance(p, list), namespace=NAMESPACE)
+        for value in part
+    ]
+
+
+def path(tree: Any, index: int, root: str = "tree") -> str:
+    """Leaf `index` as Python code. Only for messages: it costs more than a collective."""
+    _, spec = flatten(tree)
+    return str(spec.accessors()[index].codify(root))
+
+
+@torch.compiler.assume_constant_result  # while tracing too, registration happens for good
+def _register(kind: type[Any]) -> bool:
+    names = [field.name for field in dataclasses.fields(kind)]
+
+    def children(value: Any) -> tuple[list[Any], list[str], list[str]]:
+        return [getattr(value, name) for name in names], names, names
+
+    def rebuild(_: list[str], values: Any) -> Any:
+        value = object.__new__(kind)
+        for name, child in zip(names, values, strict=True):
+            object.__setattr__(value, name, child)
+        return value
+
+    optree.register_pytree_node(
+        kind, children, rebuild, namespace=NAMESPACE, path_entry_type=optree.GetAttrEntry
+    )
+    return True
