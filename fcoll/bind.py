@@ -9,6 +9,7 @@ level is a plain batch: its axis goes to the front and the record's axis paramet
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,10 +28,9 @@ def bind(name: str, x: Tensor, axis: Axis, *params: Any) -> Tensor:
     return _apply(x, name, params, layout, *tokens)
 
 
-@torch.compiler.allow_in_graph  # Dynamo would drop the vmap rule of a Function that it traces into
+@_torch.allow_in_graph  # Dynamo would drop the vmap rule of a Function that it traces into
 def _apply(x: Tensor, name: str, params: Params, layout: Layout, *tokens: Tensor) -> Tensor:
-    y: Tensor = _Bind.apply(x, name, params, Layout(*layout), *tokens)
-    return y
+    return _bind(x, name, params, Layout(*layout), *tokens)
 
 
 class _Bind(torch.autograd.Function):
@@ -58,7 +58,7 @@ class _Bind(torch.autograd.Function):
         if record.transpose:
             tokens = ctx.saved_tensors
             name, *params = record.transpose(*ctx.params)
-            result = _Bind.apply(cotangent, name, tuple(params), ctx.layout, *tokens)
+            result = _bind(cotangent, name, tuple(params), ctx.layout, *tokens)
         else:
             x, y, *tokens = ctx.saved_tensors
             rule = _rule(record.vjp, ctx.name)
@@ -69,7 +69,7 @@ class _Bind(torch.autograd.Function):
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
         record = PRIMITIVES[ctx.name]
         if record.transpose:
-            return _Bind.apply(tangent, ctx.name, ctx.params, ctx.layout, *ctx.saved_tensors)
+            return _bind(tangent, ctx.name, ctx.params, ctx.layout, *ctx.saved_tensors)
         x, y, *tokens = ctx.saved_tensors
         rule = _rule(record.jvp, ctx.name)
         return rule(_Call(ctx.layout, tuple(tokens)), x, y, tangent, *ctx.params)
@@ -83,7 +83,7 @@ class _Bind(torch.autograd.Function):
         here = [i for i, dim in enumerate(token_dims) if dim is not None]
         if not here:
             x = x.movedim(x_dim, stacked)
-            y = _Bind.apply(x, name, record.shift(params), layout, *tokens)
+            y = _bind(x, name, record.shift(params), layout, *tokens)
             return y, 0 if tokens and _once(record, layout) else stacked
 
         (token,) = here
@@ -95,10 +95,13 @@ class _Bind(torch.autograd.Function):
         at = tuple(0 if i == part else p if p == PENDING else p + 1 for i, p in enumerate(layout.at))
         layout, tokens = layout._replace(at=at), (*tokens[:token], *tokens[token + 1 :])
         if tokens or record.declared:
-            y = _Bind.apply(x, name, params, layout, *tokens)
+            y = _bind(x, name, params, layout, *tokens)
         else:  # plain operations, whose own derivative is the exact one
             y = _on_stack(x, name, params, layout)
         return y, None if _once(record, layout) else 0
+
+
+_bind: Callable[..., Tensor] = _Bind.apply
 
 
 class _Call:
@@ -109,8 +112,7 @@ class _Call:
         self.stacked = _stacked(layout)
 
     def __call__(self, name: str, x: Tensor, *params: Any) -> Tensor:
-        y: Tensor = _Bind.apply(x, name, params, self.layout, *self.tokens)
-        return y
+        return _bind(x, name, params, self.layout, *self.tokens)
 
     def index(self, ndim: int) -> Tensor:
         if not self.stacked:

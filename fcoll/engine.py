@@ -35,7 +35,7 @@ class Process(NamedTuple):
         """The process group's rank for an index."""
         return self.order[index] if self.order else index
 
-    def index(self) -> int:
+    def here(self) -> int:
         """This process's index."""
         rank = self.group().rank()
         return self.order.index(rank) if self.order else rank
@@ -45,7 +45,7 @@ class Process(NamedTuple):
         if torch.compiler.is_compiling():
             rank: Tensor = torch.ops.fcoll.rank(self.name)
             return torch.tensor(_inverse(self.order)).index_select(0, rank.view(1)).view(()) if self.order else rank
-        return torch.tensor(self.index())
+        return torch.tensor(self.here())
 
 
 @torch.library.custom_op("fcoll::rank", mutates_args=())
@@ -128,7 +128,7 @@ def reduce(x: Tensor, dst: int, process: Process) -> Tensor:
 
 def gather(x: Tensor, dst: int, process: Process) -> Tensor:
     """Every rank's x stacked on rank dst, zeros elsewhere."""
-    here = process.index() == dst
+    here = process.here() == dst
     send = [int(rank == process.rank(dst)) for rank in range(process.n)]
     stack = exchange(x.unsqueeze(0), send, [int(here)] * process.n, process)
     return _from_ranks(stack, process) if here else zeros(x, (process.n, *x.shape))
@@ -136,7 +136,7 @@ def gather(x: Tensor, dst: int, process: Process) -> Tensor:
 
 def scatter(blocks: Tensor, src: int, process: Process) -> Tensor:
     """Block r of rank src."""
-    here = process.index() == src
+    here = process.here() == src
     receive = [int(rank == process.rank(src)) for rank in range(process.n)]
     rows = _to_ranks(blocks, process) if here else blocks[:0]
     return exchange(rows, [int(here)] * process.n, receive, process).squeeze(0)
@@ -144,7 +144,7 @@ def scatter(blocks: Tensor, src: int, process: Process) -> Tensor:
 
 def permute(x: Tensor, perm: Sequence[tuple[int, int]], process: Process) -> Tensor:
     """x of the rank that sends here, zeros where nobody does; `perm` holds (source, destination)."""
-    here = process.index()
+    here = process.here()
     send, receive = [0] * process.n, [0] * process.n
     for source, destination in perm:
         if source == here:
@@ -167,7 +167,7 @@ def exchange(rows: Tensor, send: list[int], receive: list[int], process: Process
 
 def at_root(y: Tensor, root: int, process: Process) -> Tensor:
     """y on the root, zeros elsewhere."""
-    return y if process.index() == root else zeros(y, y.shape)
+    return y if process.here() == root else zeros(y, y.shape)
 
 
 def zeros(like: Tensor, shape: Sequence[int]) -> Tensor:

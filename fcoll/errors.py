@@ -32,7 +32,7 @@ _KINDS: dict[str, type[FcollError]] = {
 }
 
 
-@torch.compiler.allow_in_graph  # so that it runs, and raises, while Dynamo traces its caller
+@_torch.allow_in_graph  # so that it runs, and raises, while Dynamo traces its caller
 def fail(kind: str, template: str, *details: object) -> NoReturn:
     """Raise the error of this `kind` ("value", "type" or "name"), with `details` put into the braces of `template`.
 

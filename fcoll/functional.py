@@ -14,7 +14,7 @@ dtype that the collective is not defined for, `NameError` for an unbound axis na
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -342,7 +342,8 @@ def vary(tree: Tree, group: GroupLike) -> Tree:
     Example:
         >>> def loss(w, x):
         ...     return (fcoll.vary(w, "i") * x).sum()
-        >>> fcoll.vmap(torch.func.grad(loss), in_dims=(None, 0), axis_name="i")(torch.tensor(1.0), torch.tensor([2.0, 3.0]))
+        >>> grad = fcoll.vmap(torch.func.grad(loss), in_dims=(None, 0), axis_name="i")
+        >>> grad(torch.tensor(1.0), torch.tensor([2.0, 3.0]))
         tensor([5., 5.])
     """
     call = _Leaves("vary", tree, group)
@@ -427,10 +428,10 @@ _RECORDS = {
 }
 
 
-class _Leaves:
+class _Leaves(Generic[Tree]):
     """One call: its leaves, its axis, and the checks of both, each of which names the leaf."""
 
-    def __init__(self, function: str, tree: Any, group: GroupLike) -> None:
+    def __init__(self, function: str, tree: Tree, group: GroupLike) -> None:
         self.function, self.tree = function, tree
         self.axis: Axis = groups.resolve(function, group)
         self.leaves, self.spec = trees.flatten(tree)
@@ -441,22 +442,22 @@ class _Leaves:
             elif leaf.layout != torch.strided:
                 self.fail(i, "type", "is {}; only strided tensors can be sent: use .to_dense()", str(leaf.layout))
 
-    def run(self, each: Callable[..., Tensor], arguments: Sequence[Any] | None = None) -> Any:
+    def run(self, each: Callable[..., Tensor], arguments: Sequence[Any] | None = None) -> Tree:
         """The tree of `each(leaf)`, or `each(leaf, its argument)`."""
         if arguments is None:
             results = [each(leaf) for leaf in self.leaves]
         else:
             results = [each(leaf, argument) for leaf, argument in zip(self.leaves, arguments, strict=True)]
-        return trees.unflatten(self.spec, results)
+        result: Tree = trees.unflatten(self.spec, results)
+        return result
 
-    def fail(self, i: int, kind: str, template: str, *details: object) -> None:
+    def fail(self, i: int, kind: str, template: str, *details: object) -> NoReturn:
         fail(kind, "{}: {} " + template, self.function, trees.path(self.tree, i), *details)
 
     def _number(self, i: int, leaf: Any) -> Tensor:
         if isinstance(leaf, (bool, int, float, complex)):
             return torch.tensor(leaf)
         self.fail(i, "type", "is a {}; leaves are tensors, numbers and None", type(leaf).__name__)
-        raise AssertionError
 
     def axis_of(self, i: int, name: str, axis: int, *, inserted: bool = False) -> int:
         """`axis`, counted from the front; `inserted` where it is one that the result has and the leaf has not."""

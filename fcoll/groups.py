@@ -1,6 +1,6 @@
 """What a `group` argument may be, and what it resolves to: an `Axis`.
 
-    an axis name | a tuple of names, major first | ProcessGroup | DeviceMesh, all of it | Group | WORLD
+an axis name | a tuple of names, major first | ProcessGroup | DeviceMesh, all of it | Group | WORLD
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll import _torch, axes
 from fcoll.engine import Process
@@ -71,9 +72,9 @@ class _World:
 
 
 WORLD = _World()
-"""All ranks of torch.distributed."""
+"""All ranks of torch.distributed; a group wherever one is asked for."""
 
-GroupLike: TypeAlias = "str | tuple[str, ...] | dist.ProcessGroup | dist.DeviceMesh | Group | _World"
+GroupLike: TypeAlias = "str | tuple[str, ...] | dist.ProcessGroup | DeviceMesh | Group | _World"
 
 
 def resolve(function: str, group: GroupLike) -> Axis:
@@ -96,6 +97,8 @@ def resolve(function: str, group: GroupLike) -> Axis:
                 function, axis.label, axis.n, str(group.partition),
             )  # fmt: skip
         return axis._replace(layout=axis.layout._replace(partition=group.partition))
+    if group is WORLD and dist.is_initialized():
+        group = _torch.world()
     name, n, order, problem = _process(group)
     if problem:
         fail(problem[0], "{}: {}", function, problem[1])
@@ -183,8 +186,7 @@ def group(ranks: Sequence[int]) -> Group:
         fail("value", "group: ranks must be among 0 to {}, at least one, got {}", world - 1, str(listed))
     if dist.get_rank() not in listed:
         fail("value", "group: rank {} is not among {}; only members make a group", dist.get_rank(), str(listed))
-    process_group = _make(listed)
-    return Group(None, (), Process(process_group.group_name, len(listed), _order(listed)), process_group)
+    return _group_of(listed)
 
 
 def subgroups(group: GroupLike, ranks: Sequence[Sequence[int]]) -> Group:
@@ -212,14 +214,17 @@ def subgroups(group: GroupLike, ranks: Sequence[Sequence[int]]) -> Group:
         fail("value", "subgroups: the lists must hold each rank exactly once, got {}", str(partition))
     if isinstance(group, (str, tuple)):
         return Group(group, partition)
-    process = resolve("subgroups", group).layout
-    if len(members) != math.prod(process.sizes):
-        fail("value", "subgroups: the lists must hold each of {} ranks exactly once, got {}", process.sizes[0], str(partition))
-    of_world = dist.get_process_group_ranks(_torch.process_group(process.process))
-    mine = process_of(process).index()
-    own = next(subgroup for subgroup in partition if mine in subgroup)
-    listed = [of_world[process.order[rank] if process.order else rank] for rank in own]
-    return globals()["group"](listed)
+    process = process_of(resolve("subgroups", group).layout)
+    if len(members) != process.n:
+        fail("value", "subgroups: the lists must hold each of {} ranks exactly once, got {}", process.n, str(partition))
+    of_world = dist.get_process_group_ranks(process.group())
+    own = next(subgroup for subgroup in partition if process.here() in subgroup)
+    return _group_of(tuple(of_world[process.rank(rank)] for rank in own))
+
+
+def _group_of(ranks: tuple[int, ...]) -> Group:
+    process_group = _make(ranks)
+    return Group(None, (), Process(process_group.group_name, len(ranks), _order(ranks)), process_group)
 
 
 _NO_WORLD = "torch.distributed is not initialised: start it, or name an axis of an enclosing fcoll.vmap"
@@ -233,12 +238,8 @@ def _named(function: str, names: tuple[Any, ...], label: str) -> Axis:
             fail("type", "{}: a tuple of groups holds axis names, got {}", function, str(name))
         found = axes.find(name)
         if found is None:
-            bound = axes.names()
-            fail(
-                "name",
-                "{}: axis name {!r} is not bound; {}",
-                function, name, f"bound here: {bound}" if bound else "no axis is bound here: call it inside fcoll.vmap(..., axis_name=...)",
-            )  # fmt: skip
+            bound = f"bound here: {axes.names()}" if axes.names() else "call it inside fcoll.vmap(..., axis_name=...)"
+            fail("name", "{}: axis name {!r} is not bound; {}", function, name, bound)
         sizes, tokens = (*sizes, found.n), (*tokens, found.token)
     if len(set(names)) != len(names):
         fail("value", "{}: axis names must be distinct, got {}", function, label)
@@ -249,23 +250,20 @@ def _of_process(process: Process, label: str) -> Axis:
     return Axis(Layout((process.n,), (), process.name, process.order, ()), (), f"process group {label!r}")
 
 
-@torch.compiler.assume_constant_result  # Dynamo guards on the group, and need not trace torch.distributed
+@_torch.assume_constant_result  # Dynamo guards on the group, and need not trace torch.distributed
 def _process(group: Any) -> tuple[str, int, tuple[int, ...], tuple[str, str] | None]:
     """Name, size and order of the process group behind `group`, or what is wrong with it."""
     group = _torch.unwrap_opaque(group)
     if isinstance(group, dist.ProcessGroup):
         return group.group_name, group.size(), (), None
-    if isinstance(group, dist.DeviceMesh):
+    if isinstance(group, DeviceMesh):
         if group.get_coordinate() is None:
             return "", 0, (), ("value", f"this rank is not in {group}")
         ranks = tuple(group.mesh.flatten().tolist())
         made = group.get_group() if group.ndim == 1 else _make(ranks)
         return made.group_name, len(ranks), _order(ranks), None
     if group is WORLD:
-        if not dist.is_initialized():
-            return "", 0, (), ("value", _NO_WORLD)
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD.group_name, dist.get_world_size(), (), None
+        return "", 0, (), ("value", _NO_WORLD)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return "", 0, (), ("value", "this rank is not in the group")
     kinds = "an axis name, a tuple of names, a ProcessGroup, a DeviceMesh, a fcoll.Group or fcoll.WORLD"
@@ -277,8 +275,7 @@ _made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """The process group of these ranks of the world; made once while that world lives."""
-    world = dist.group.WORLD
-    assert world is not None
+    world = _torch.world()
     listed = tuple(sorted(ranks))
     if len(listed) == dist.get_world_size():
         return world

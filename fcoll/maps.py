@@ -65,11 +65,15 @@ def vmap(
             results, out_spec = trees.flatten(out)
             places = _out_dims(out_dims, out)
             structure[:] = [out_spec, places]
-            results = [_result(value, place, out, i, axis_name) for i, (value, place) in enumerate(zip(results, places, strict=True))]
+            results = [
+                _result(value, place, out, i, axis_name)
+                for i, (value, place) in enumerate(zip(results, places, strict=True))
+            ]
             once = [value for value, place in zip(results, places, strict=True) if place is None]
             return [value for value, place in zip(results, places, strict=True) if place is not None], once
 
-        run = torch.func.vmap(body, in_dims=(0, *dims), out_dims=(0, None), randomness=randomness)
+        out_axes: Any = (0, None)
+        run = torch.func.vmap(body, in_dims=(0, *dims), out_dims=out_axes, randomness=randomness)
         per_rank, once = run(torch.arange(n, device=device), *leaves)
         out_spec, places = structure
         stacked, single = iter(per_rank), iter(once)
@@ -102,7 +106,12 @@ def _size(leaves: list[Any], dims: list[int | None], args: Any, axis_size: int |
         if dim is None:
             continue
         if not isinstance(leaf, torch.Tensor):
-            fail("type", "vmap: {} is a {}, which has no axis to map; give it in_dims None", trees.path(args, i, "args"), type(leaf).__name__)
+            fail(
+                "type",
+                "vmap: {} is a {}, which has no axis to map; give it in_dims None",
+                trees.path(args, i, "args"),
+                type(leaf).__name__,
+            )
         if not -leaf.ndim <= dim < leaf.ndim:
             fail("value", "vmap: {} of shape {} has no axis {} to map", trees.path(args, i, "args"), leaf.shape, dim)
         if n is None:
@@ -120,12 +129,17 @@ def _size(leaves: list[Any], dims: list[int | None], args: Any, axis_size: int |
 def _result(value: Any, place: int | None, out: Any, i: int, axis_name: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, (bool, int, float, complex)):
-            fail("type", "vmap: {} of the result is a {}; f returns tensors, numbers and None", trees.path(out, i, "out"), type(value).__name__)
+            fail(
+                "type",
+                "vmap: {} of the result is a {}; f returns tensors, numbers and None",
+                trees.path(out, i, "out"),
+                type(value).__name__,
+            )
         return torch.tensor(value)
     if place is None and _torch.batched(value):
         fail(
             "value",
-            "vmap: out_dims=None for {}, which varies over {!r}; reduce it over that axis, or give it an axis in out_dims",
+            "vmap: out_dims=None for {}, which varies over {!r}; reduce it over that axis, or set its axis in out_dims",
             trees.path(out, i, "out"), axis_name,
         )  # fmt: skip
     return value

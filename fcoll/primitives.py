@@ -172,7 +172,9 @@ def _gather_process(x: Tensor, process: Process, axis: int, tiled: bool) -> Tens
 
 
 def _split_process(x: Tensor, process: Process, axis: int, tiled: bool) -> Tensor:
-    return split_blocks(x, process.n, axis, tiled).index_select(0, process.index_tensor().view(1).to(x.device)).squeeze(0)
+    return (
+        split_blocks(x, process.n, axis, tiled).index_select(0, process.index_tensor().view(1).to(x.device)).squeeze(0)
+    )
 
 
 def _all_to_all_stack(stack: Tensor, n: int, split: int, concat: int, tiled: bool) -> Tensor:

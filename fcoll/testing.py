@@ -210,11 +210,10 @@ def check_adjoint(
 
         Σ_r ⟨ȳ_r, (J t)_r⟩ = Σ_r ⟨(Jᵀ ȳ)_r, t_r⟩
 
-    This holds for every collective whose gradient is that of the sum over the ranks. It does not hold, and
-    is not meant to, for each of `vary`, `split` and `invariant=True` alone: they count a value that all
-    ranks share once, and the JVP counts it n times. Check a pair whose conventions meet (`vary` before an
-    `invariant=True` reduction), or compare their two VJPs with one another's forward. Nor does the identity
-    say anything about f's values.
+    It holds for every collective whose gradient is that of the sum over the ranks. For `vary`, `split` and
+    `invariant=True`, each alone, it fails, and has to: their transposes are declared, and count a value that
+    all ranks share once, where the sums above count it n times. Check those in pairs whose conventions meet,
+    such as `vary` before an `invariant=True` reduction. The identity says nothing about f's values.
 
     - With an axis name, `inputs` are stacked along axis 0, and f runs under `fcoll.vmap(f,
       axis_name=group)`, whatever the name means outside. Both are checked: the map differentiated from
@@ -233,8 +232,8 @@ def check_adjoint(
         atol: the allowed difference on top of that; by default 0.
 
     Raises:
-        AssertionError: the two sums differ; the message holds both.
-        ValueError: `inputs` for an axis name that are not stacked.
+        AssertionError: the two sums differ; the message holds both, their relative error, and the group.
+        ValueError: `inputs` for an axis name that are not stacked, or inputs without a tangent.
 
     Example:
         >>> check_adjoint(lambda x: fcoll.all_gather(x, "i"), torch.randn(4, 3), "i")
@@ -298,9 +297,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _terms(f: Callable[[Any], Any], tree: Any, draw: Draw) -> tuple[torch.Tensor, list[torch.dtype]]:
     """This rank's ⟨ȳ, J t⟩ and ⟨Jᵀ ȳ, t⟩, the sums of the squares of their terms, and all dtypes."""
     g, primals = _flat(f, tree)
-    tangents = draw("tangent", primals)
     if not primals:
         raise ValueError("check_adjoint: the inputs hold no tensor of floating-point or complex numbers")
+    tangents = draw("tangent", primals)
     ys, pushed = _jvp(g, primals, tangents)
     cotangents = draw("cotangent", ys)
     pulled = _vjp(g, primals, lambda: cotangents)
@@ -354,9 +353,9 @@ def _push(f: Callable[..., Any], group: Any, tree: Any, tangents: Any) -> tuple[
     """The result of f(group, tree) and its tangent, by torch.func.jvp."""
     g, primals = _flat(functools.partial(f, group), tree)
     given = _paired(_leaves(tree), _leaves(tangents))
-    _, pushed = _jvp(g, primals, given)
-    out = f(group, tree)
-    return out, _refill(out, pushed)
+    ys, pushed = _jvp(g, primals, given)
+    out = f(group, tree)  # once more, for its structure and what has no tangent
+    return _refill(out, ys, keep=True), _refill(out, pushed)
 
 
 def _backprop(f: Callable[[Any], Any], tree: Any, cotangents: Any) -> Any:
@@ -369,7 +368,8 @@ def _backprop(f: Callable[[Any], Any], tree: Any, cotangents: Any) -> Any:
     pairs = [(y, c) for y, c in zip(_differentiable(out), given, strict=True) if y.requires_grad]
     if pairs:
         torch.autograd.backward([y for y, _ in pairs], [c for _, c in pairs])
-    return _refill(tree, [torch.zeros_like(x) if x.grad is None else x.grad for x in _differentiable(leaves)])
+    xs = _differentiable(leaves)
+    return _refill(tree, [torch.zeros_like(x) if x.grad is None else x.grad for x in xs])
 
 
 # ---- on a process
@@ -470,8 +470,8 @@ def _flat(f: Callable[[Any], Any], tree: Any) -> tuple[Flat, list[torch.Tensor]]
     return g, _differentiable(leaves)
 
 
-def _refill(tree: Any, values: Any) -> Any:
-    """The tree with these floating-point leaves, and None in place of the others."""
+def _refill(tree: Any, values: list[torch.Tensor], keep: bool = False) -> Any:
+    """The tree with these floating-point leaves; None in place of the others, unless they are to be kept."""
     leaves, spec = trees.flatten(tree)
     rest = iter(values)
-    return trees.unflatten(spec, [next(rest) if _has_tangent(leaf) else None for leaf in leaves])
+    return trees.unflatten(spec, [next(rest) if _has_tangent(x) else (x if keep else None) for x in leaves])

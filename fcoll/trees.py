@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 import optree
-import torch
+
+from fcoll import _torch
 
 NAMESPACE = "fcoll"  # for dataclasses that nobody registered; optree adds what is registered globally
 
@@ -40,9 +41,7 @@ def broadcast_prefix(prefix: Any, tree: Any) -> list[Any]:
     if prefix is None or isinstance(prefix, int):
         return spread(prefix, tree)
     flatten(tree)  # registers dataclasses
-    parts = optree.tree_map(
-        spread, prefix, tree, none_is_leaf=True, is_leaf=lambda p: p is None, namespace=NAMESPACE
-    )
+    parts = optree.tree_map(spread, prefix, tree, none_is_leaf=True, is_leaf=lambda p: p is None, namespace=NAMESPACE)
     return [
         value
         for part in optree.tree_leaves(parts, is_leaf=lambda p: isinstance(p, list), namespace=NAMESPACE)
@@ -56,20 +55,19 @@ def path(tree: Any, index: int, root: str = "tree") -> str:
     return str(spec.accessors()[index].codify(root))
 
 
-@torch.compiler.assume_constant_result  # while tracing too, registration happens for good
+@_torch.assume_constant_result  # while tracing too, registration happens for good
 def _register(kind: type[Any]) -> bool:
     names = [field.name for field in dataclasses.fields(kind)]
 
     def children(value: Any) -> tuple[list[Any], list[str], list[str]]:
         return [getattr(value, name) for name in names], names, names
 
-    def rebuild(_: list[str], values: Any) -> Any:
+    def rebuild(_: Any, values: Any) -> Any:
         value = object.__new__(kind)
         for name, child in zip(names, values, strict=True):
             object.__setattr__(value, name, child)
         return value
 
-    optree.register_pytree_node(
-        kind, children, rebuild, namespace=NAMESPACE, path_entry_type=optree.GetAttrEntry
-    )
+    register: Any = optree.register_pytree_node  # its types know collections only
+    register(kind, children, rebuild, namespace=NAMESPACE, path_entry_type=optree.GetAttrEntry)
     return True

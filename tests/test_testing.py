@@ -265,6 +265,19 @@ def test_ranks_that_wait_for_one_another_are_named(pool: Ranks) -> None:
     assert notes(caught.value).count("in mismatched") == 2
 
 
+def test_an_interrupted_call_leaves_no_process_behind(pool: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    pids = pool.run(os.getpid)
+    with monkeypatch.context() as patch:
+        patch.setattr("multiprocessing.connection.wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(time.sleep, 600)
+    assert not any(map(alive, pids))
+    assert pool.run(dist.get_rank) == [0, 1, 2]
+
+
 def test_no_process_is_left_after_close() -> None:
     ranks = Ranks(2)
     assert ranks.pids == []
@@ -337,7 +350,7 @@ def weighted(group: Any, tree: Any) -> Any:
     return {"y": y, "k": fcoll.all_reduce(tree["k"], group)}
 
 
-def test_map(substrate: Substrate, compile: str | None = None) -> None:
+def check_map(substrate: Substrate, compile: str | None) -> None:
     n = substrate.n
     x, k = rows(n, 2), torch.arange(n)
     got = substrate.map(weighted, {"x": x, "k": k}, compile=compile)
@@ -347,9 +360,13 @@ def test_map(substrate: Substrate, compile: str | None = None) -> None:
     torch.testing.assert_close(got["k"], k.sum().expand(n))
 
 
+def test_map(substrate: Substrate) -> None:
+    check_map(substrate, None)
+
+
 @pytest.mark.parametrize("compile", ["aot_eager", "inductor"])
 def test_map_compiled(small: Substrate, compile: str) -> None:
-    test_map(small, compile)
+    check_map(small, compile)
 
 
 def test_map_of_several_arguments_numbers_and_none(substrate: Substrate) -> None:
@@ -366,8 +383,7 @@ def test_map_without_arguments(substrate: Substrate) -> None:
     torch.testing.assert_close(got, torch.arange(substrate.n))
 
 
-@pytest.mark.parametrize("how", ["func", "backward"])
-def test_vjp(substrate: Substrate, how: Any, compile: str | None = None) -> None:
+def check_vjp(substrate: Substrate, how: Any, compile: str | None) -> None:
     n = substrate.n
     x, c = rows(n, 2), rows(n, 2) / 7
     got = substrate.vjp(weighted, {"x": x, "k": torch.arange(n)}, {"y": c, "k": None}, how=how, compile=compile)
@@ -377,11 +393,16 @@ def test_vjp(substrate: Substrate, how: Any, compile: str | None = None) -> None
 
 
 @pytest.mark.parametrize("how", ["func", "backward"])
+def test_vjp(substrate: Substrate, how: Any) -> None:
+    check_vjp(substrate, how, None)
+
+
+@pytest.mark.parametrize("how", ["func", "backward"])
 def test_vjp_compiled(small: Substrate, how: Any) -> None:
-    test_vjp(small, how, "aot_eager")
+    check_vjp(small, how, "aot_eager")
 
 
-def test_jvp(substrate: Substrate, compile: str | None = None) -> None:
+def check_jvp(substrate: Substrate, compile: str | None) -> None:
     n = substrate.n
     x, t = rows(n, 2), rows(n, 2) / 7
     out, tangent = substrate.jvp(weighted, {"x": x, "k": torch.arange(n)}, {"x": t, "k": None}, compile=compile)
@@ -392,8 +413,12 @@ def test_jvp(substrate: Substrate, compile: str | None = None) -> None:
     torch.testing.assert_close(tangent["y"], (2 * x * t).sum(0) * ranks)
 
 
+def test_jvp(substrate: Substrate) -> None:
+    check_jvp(substrate, None)
+
+
 def test_jvp_compiled(small: Substrate) -> None:
-    test_jvp(small, "aot_eager")
+    check_jvp(small, "aot_eager")
 
 
 @pytest.mark.parametrize("compile", [None, "aot_eager"])
@@ -537,10 +562,7 @@ def test_the_identity_finds_a_wrong_derivative(substrate: Substrate) -> None:
     with pytest.raises(AssertionError, match=r"not the transpose .* Σ⟨ȳ, J t⟩ = .*relative error") as caught:
         on(substrate, lambda group, x: careless(x, group), rows(substrate.n, 3))
     if isinstance(substrate, Processes):
-        told = notes(caught.value)
-        assert all(f"{r}" in told for r in range(substrate.n))
-        assert "failed too" in told  # every rank raises
-        assert "had not answered" not in told
+        assert notes(caught.value).count("not the transpose") == substrate.n  # every rank raises
 
 
 @pytest.mark.parametrize("n", [2, 4])
