@@ -1,11 +1,14 @@
 """Functional collectives for PyTorch: pure functions with exact derivatives, emulated or on process groups."""
 
-from fcoll import functional
+from fcoll import functional, lax
 from fcoll._version import __version__
 from fcoll.errors import CollectiveTypeError, CollectiveValueError, FcollError, UnboundAxisError
 from fcoll.functional import *
 from fcoll.groups import WORLD, Group, group, subgroups
 from fcoll.maps import vmap
+from fcoll.meshes import VirtualMesh, bind, mesh, virtual_mesh
+from fcoll.sharding import shard_map
+from fcoll.specs import P
 
 __all__ = [
     "WORLD",
@@ -13,11 +16,18 @@ __all__ = [
     "CollectiveValueError",
     "FcollError",
     "Group",
+    "P",
     "UnboundAxisError",
+    "VirtualMesh",
     "__version__",
+    "bind",
     "functional",
     "group",
+    "lax",
+    "mesh",
+    "shard_map",
     "subgroups",
+    "virtual_mesh",
     "vmap",
     *functional.__all__,
 ]

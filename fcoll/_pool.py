@@ -8,11 +8,9 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
 import os
-import pathlib
 import pickle
 import signal
 import socket
-import tempfile
 import threading
 import time
 import traceback
@@ -139,7 +137,7 @@ class Ranks:
             keep = len(answers) == self.n and all(a.trace and not a.aftermath for a in answers.values())
             if not (keep and self._in_step()):
                 self._stop()
-        except BaseException:  # the caller was interrupted, or a rank did not start
+        except BaseException:  # the caller was interrupted, or a result cannot be loaded
             self._stop()
             raise
         raise error
@@ -175,21 +173,24 @@ class _World:
         port = listener.getsockname()[1]
         # the store outlives every rank, so that its end is never what a rank's failure looks like
         self._store = _store(port, is_master=True, master_listen_fd=listener.detach())
-        self._folder = tempfile.TemporaryDirectory(prefix="fcoll-ranks-")
         self._pipes: list[Connection] = []
+        self._stacks: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
         try:
             for rank in range(n):
                 pipe, theirs = context.Pipe()
+                stack, their_stack = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_serve,
-                    args=(rank, n, backend, port, theirs, str(self._stack_file(rank))),
+                    args=(rank, n, backend, port, theirs, their_stack),
                     name=f"fcoll-rank-{rank}",
                     daemon=True,
                 )
                 process.start()
                 theirs.close()
+                their_stack.close()
                 self._pipes.append(pipe)
+                self._stacks.append(stack)
                 self._processes.append(process)
             answers = self._collect(START_LIMIT)
             if len(answers) < n or any(a.summary for a in answers.values()):
@@ -203,7 +204,8 @@ class _World:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def alive(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
+        """Whether the processes wait for a call; the pipe of one that has died is at its end."""
+        return all(process.is_alive() for process in self._processes) and not any(pipe.poll() for pipe in self._pipes)
 
     def ask(self, common: bytes, own: list[bytes], limit: float) -> dict[int, _Answer]:
         """Send one call to every rank and return the answers that came within the limit."""
@@ -237,20 +239,18 @@ class _World:
 
     def stack(self, rank: int) -> str:
         """The Python stacks of a rank that does not answer."""
-        process, file = self._processes[rank], self._stack_file(rank)
-        if process.pid is None or not process.is_alive() or not file.exists():
-            return "no stack"  # without a file, the rank has yet to start, or its platform cannot tell
+        process, source = self._processes[rank], self._stacks[rank]
+        if process.pid is None or not process.is_alive() or not hasattr(signal, "SIGUSR1"):
+            return "no stack"
         os.kill(process.pid, signal.SIGUSR1)
-        text, last = "", None
-        deadline = time.monotonic() + 5
-        while (not text or text != last) and time.monotonic() < deadline:  # until it is there, and complete
-            time.sleep(0.05)
-            text, last = file.read_text(), text
-        blocks = [block for block in text.strip().split("\n\n") if "in _exit_with_parent" not in block]
+        text, patience = b"", 5.0
+        while multiprocessing.connection.wait([source], patience):
+            part = os.read(source.fileno(), 65536)
+            text, patience = text + part, 0.2
+            if not part:  # the end: the rank has died of the signal, as it had not started yet
+                break
+        blocks = [block for block in text.decode().strip().split("\n\n") if "in _exit_with_parent" not in block]
         return "\n\n".join(blocks) or "no stack"
-
-    def _stack_file(self, rank: int) -> pathlib.Path:
-        return pathlib.Path(self._folder.name, f"rank-{rank}")
 
     def close(self) -> None:
         """Let the ranks end by themselves, and kill those that do not."""
@@ -268,9 +268,8 @@ class _World:
                 process.kill()
         for process in self._processes:
             process.join()
-        for pipe in self._pipes:
+        for pipe in (*self._pipes, *self._stacks):
             pipe.close()
-        self._folder.cleanup()
 
 
 def _error(answers: dict[int, _Answer], world: _World, limit: float) -> BaseException:
@@ -323,13 +322,12 @@ def _warning_filters() -> list[tuple[Any, ...]]:
 # ---- on the ranks
 
 
-def _serve(rank: int, n: int, backend: str, port: int, pipe: Connection, stack_file: str) -> None:
+def _serve(rank: int, n: int, backend: str, port: int, pipe: Connection, stack: Connection) -> None:
     """A rank's main function: join the world, then answer calls until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if hasattr(faulthandler, "register"):
-        file = open(stack_file, "w")  # noqa: SIM115, open as long as this process lives
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, file=stack.fileno(), all_threads=True)
     pipe.send(_answer(_join, rank, n, backend, port))
     while True:
         try:

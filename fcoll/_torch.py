@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C import _functorch, _len_torch_dispatch_stack  # see `transforming`, `batched`, `tracing`
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def with_own_code(f: Function) -> Function:
+    """`f`, a closure, with a code object of its own.
+
+    Dynamo counts recompilations per code object: closures of one `def` would share the limit, and a ninth would fail.
+    """
+    if not torch.compiler.is_compiling():
+        f.__code__ = f.__code__.replace()  # type: ignore[attr-defined]
+    return f
 
 
 def process_group(name: str) -> dist.ProcessGroup:
@@ -23,7 +37,28 @@ def world() -> dist.ProcessGroup:
     return group
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+def new_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A process group that its members make without the others, named by its ranks.
+
+    torch's own (`dist.new_group` with `use_local_synchronization`) hides in the name how many groups a process is in
+    already: members that are in different numbers of groups would wait for each other for good.
+    """
+    c10d: Any = dist.distributed_c10d
+    default = world()
+    backend, store = c10d._world.pg_map[default]
+    made: dist.ProcessGroup
+    made, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend),
+        store,
+        "fcoll_" + "_".join(map(str, ranks)),
+        timeout=c10d._get_default_timeout(backend),
+        device_id=default.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
 
 
 def allow_in_graph(f: Function) -> Function:
@@ -57,11 +92,39 @@ def transforming() -> bool:
     )
 
 
+@assume_constant_result
+def level() -> int:
+    """How many torch.func transforms are active; in the methods of a Function, up to the one being applied."""
+    current = _functorch.maybe_current_level()
+    return 0 if current is None else int(current)
+
+
 def batched(x: torch.Tensor) -> bool:
     """Whether `x` carries the batch axis of the innermost vmap (public torch shows no batch axes)."""
-    level: int = _functorch.maybe_get_level(x)
-    current = _functorch.maybe_current_level()
-    return _functorch.is_batchedtensor(x) and level == current
+    return bool(_functorch.is_batchedtensor(x) and _functorch.maybe_get_level(x) == level())
+
+
+def hides_dtensor(x: torch.Tensor) -> bool:
+    """Whether `x` is a DTensor that a torch.func transform has wrapped."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return "DTensor" in type(x).__name__
+
+
+@contextmanager
+def fakes() -> Iterator[None]:
+    """Make fake tensors of what is made here, out of reach of the modes and transforms around it."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with (
+        temporarily_clear_interpreter_stack(),
+        _disable_current_modes(),
+        torch.random.fork_rng(devices=[]),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        yield
 
 
 def traced_error(kind: type[Exception]) -> type[Exception]:

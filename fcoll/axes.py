@@ -7,41 +7,44 @@ derivative needs later is taken along (`groups.Axis`).
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
 
-class Emulated(NamedTuple):
-    """An axis of n ranks inside this process: one level of `fcoll.vmap`."""
+class Named(NamedTuple):
+    """An axis of n ranks: one level of a vmap in this process, or one dimension of a mesh of processes."""
 
     name: str
     n: int
-    token: torch.Tensor  # each rank's index, batched by that vmap
+    token: torch.Tensor | None = None  # emulated: each rank's index, batched by the vmap
+    mesh: str = ""  # of processes: the key of the mesh (`meshes.register`)
+    outside: int = -1  # see groups.Layout
 
 
 class _Scope(threading.local):
-    stack: tuple[Emulated, ...] = ()
+    stack: tuple[Named, ...] = ()
 
 
 _scope = _Scope()
 
 
 class bound:
-    """Put one more axis in scope."""
+    """Put more axes in scope, the last one innermost."""
 
-    def __init__(self, axis: Emulated) -> None:
-        self.axis = axis
+    def __init__(self, axes: Sequence[Named]) -> None:
+        self.axes = tuple(axes)
 
     def __enter__(self) -> None:
-        _scope.stack = (*_scope.stack, self.axis)
+        _scope.stack = _scope.stack + self.axes
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        _scope.stack = _scope.stack[:-1]
+        _scope.stack = _scope.stack[: len(_scope.stack) - len(self.axes)]
 
 
-def find(name: str) -> Emulated | None:
+def find(name: str) -> Named | None:
     """The innermost axis of that name."""
     for axis in reversed(_scope.stack):
         if axis.name == name:

@@ -47,7 +47,9 @@ class _Bind(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.name, ctx.params, ctx.layout, *tokens = inputs
+        x, name, ctx.params, ctx.layout, *tokens = inputs
+        outside = _torch.level() <= ctx.layout.outside
+        ctx.name = PRIMITIVES[name].exact or name if outside else name
         saved = (*tokens,) if PRIMITIVES[ctx.name].transpose else (x, output, *tokens)
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
@@ -86,6 +88,8 @@ class _Bind(torch.autograd.Function):
             y = _bind(x, name, record.shift(params), layout, *tokens)
             return y, 0 if tokens and _once(record, layout) else stacked
 
+        if record.exact and layout.outside >= 0:  # derivatives through the stack are taken from outside the map
+            name, record = record.exact, PRIMITIVES[record.exact]
         (token,) = here
         part = [i for i, at in enumerate(layout.at) if at == PENDING][token]
         n = layout.sizes[part]
@@ -94,7 +98,7 @@ class _Bind(torch.autograd.Function):
         x = x.expand(n, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
         at = tuple(0 if i == part else p if p == PENDING else p + 1 for i, p in enumerate(layout.at))
         layout, tokens = layout._replace(at=at), (*tokens[:token], *tokens[token + 1 :])
-        if tokens or record.declared:
+        if tokens or record.exact:
             y = _bind(x, name, params, layout, *tokens)
         else:  # plain operations, whose own derivative is the exact one
             y = _on_stack(x, name, params, layout)

@@ -20,6 +20,9 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 _NAMES = {"sum": "sum", "max": "max", "min": "min", "prod": "product"}
 
 
+SIMULATED = "fcoll-simulated:"  # names of groups that have a size and a first rank only, see trace
+
+
 class Process(NamedTuple):
     """A process group, whose members count in their own order."""
 
@@ -37,7 +40,7 @@ class Process(NamedTuple):
 
     def here(self) -> int:
         """This process's index."""
-        rank = self.group().rank()
+        rank = 0 if self.name.startswith(SIMULATED) else self.group().rank()
         return self.order.index(rank) if self.order else rank
 
     def index_tensor(self) -> Tensor:
@@ -57,6 +60,27 @@ def _rank(group: str) -> Tensor:
 @_rank.register_fake
 def _(group: str) -> Tensor:
     return torch.empty((), dtype=torch.int64)
+
+
+_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def make_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of these ranks of the world; made once while that world lives."""
+    world = _torch.world()
+    listed = tuple(sorted(ranks))
+    if len(listed) == dist.get_world_size():
+        return world
+    key = (id(world), *listed)
+    if key not in _made:
+        _made[key] = _torch.new_group(list(listed))
+    return _made[key]
+
+
+def order_of(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """torch numbers a group's members by their rank in the world: index as listed → number given."""
+    order = tuple(sorted(ranks).index(rank) for rank in ranks)
+    return () if order == tuple(range(len(order))) else order
 
 
 def all_reduce(x: Tensor, op: str, process: Process) -> Tensor:

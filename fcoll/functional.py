@@ -461,6 +461,7 @@ class _Leaves(Generic[Tree]):
 
     def axis_of(self, i: int, name: str, axis: int, *, inserted: bool = False) -> int:
         """`axis`, counted from the front; `inserted` where it is one that the result has and the leaf has not."""
+        self._even()
         leaf = self.leaves[i]
         if not isinstance(axis, int) or isinstance(axis, bool):
             fail("type", "{}: {} is an integer, got {}", self.function, name, type(axis).__name__)
@@ -474,7 +475,6 @@ class _Leaves(Generic[Tree]):
         """`axis`, counted from the front, along which the leaf is cut into n blocks."""
         leaf, n = self.leaves[i], self.axis.n
         axis = self.axis_of(i, name, axis)
-        self._even()
         size = leaf.shape[axis]
         if tiled and size % n:
             self.fail(

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcoll import _torch, axes
-from fcoll.engine import Process
+from fcoll import _torch, axes, meshes
+from fcoll.engine import Process, make_group, order_of
 from fcoll.errors import fail
 
 PENDING = -1  # see Layout.at
@@ -28,6 +28,7 @@ class Layout(NamedTuple):
     process: str  # the name of the process group, "" where the parts are emulated
     order: tuple[int, ...]  # index in the group → rank of the process group; () where they agree
     partition: tuple[tuple[int, ...], ...]  # subgroups, as indices; () for one group of all
+    outside: int = -1  # up to which transform derivatives are those of a whole map (see shard_map); -1 for none
 
 
 class Axis(NamedTuple):
@@ -85,7 +86,7 @@ def resolve(function: str, group: GroupLike) -> Axis:
         return _named(function, group, repr(group))
     if isinstance(group, Group):
         if group.process is not None:
-            return _of_process(group.process, group.process.name)
+            return _of_process(group.process, f"process group {group.process.name!r}")
         parent = group.parent
         names = (parent,) if isinstance(parent, str) else parent or ()
         axis = _named(function, names, repr(parent))
@@ -102,7 +103,7 @@ def resolve(function: str, group: GroupLike) -> Axis:
     name, n, order, problem = _process(group)
     if problem:
         fail(problem[0], "{}: {}", function, problem[1])
-    return _of_process(Process(name, n, order), name)
+    return _of_process(Process(name, n, order), f"process group {name!r}")
 
 
 def process_of(layout: Layout) -> Process:
@@ -148,10 +149,10 @@ def _places(layout: Layout, device: torch.device) -> torch.Tensor:
 def split_parts(axis: Axis) -> list[Axis]:
     """One axis per part, major first."""
     layout = axis.layout
-    if layout.process or layout.partition:
+    if layout.process or layout.partition or not layout.sizes:
         return [axis]
     return [
-        Axis(Layout((size,), (PENDING,), "", (), ()), (token,), axis.label)
+        Axis(Layout((size,), (PENDING,), "", (), (), layout.outside), (token,), axis.label)
         for size, token in zip(layout.sizes, axis.tokens, strict=True)
     ]
 
@@ -223,31 +224,40 @@ def subgroups(group: GroupLike, ranks: Sequence[Sequence[int]]) -> Group:
 
 
 def _group_of(ranks: tuple[int, ...]) -> Group:
-    process_group = _make(ranks)
-    return Group(None, (), Process(process_group.group_name, len(ranks), _order(ranks)), process_group)
+    process_group = make_group(ranks)
+    return Group(None, (), Process(process_group.group_name, len(ranks), order_of(ranks)), process_group)
 
 
 _NO_WORLD = "torch.distributed is not initialised: start it, or name an axis of an enclosing fcoll.vmap"
 
 
 def _named(function: str, names: tuple[Any, ...], label: str) -> Axis:
-    sizes: tuple[int, ...] = ()
-    tokens: tuple[torch.Tensor, ...] = ()
+    found: tuple[axes.Named, ...] = ()
     for name in names:
         if not isinstance(name, str):
             fail("type", "{}: a tuple of groups holds axis names, got {}", function, str(name))
-        found = axes.find(name)
-        if found is None:
+        axis = axes.find(name)
+        if axis is None:
             bound = f"bound here: {axes.names()}" if axes.names() else "call it inside fcoll.vmap(..., axis_name=...)"
             fail("name", "{}: axis name {!r} is not bound; {}", function, name, bound)
-        sizes, tokens = (*sizes, found.n), (*tokens, found.token)
+        found = (*found, axis)
     if len(set(names)) != len(names):
         fail("value", "{}: axis names must be distinct, got {}", function, label)
-    return Axis(Layout(sizes, (PENDING,) * len(names), "", (), ()), tokens, label)
+    tokens = tuple(axis.token for axis in found if axis.token is not None)
+    outside = min([axis.outside for axis in found], default=-1)
+    if found and found[0].mesh:
+        mesh = found[0].mesh
+        if not all(axis.mesh == mesh for axis in found):
+            fail("value", "{}: the names {} are not axes of one mesh; call it once for each", function, label)
+        return _of_process(Process(*meshes.process_along(mesh, names)), label, outside)
+    if len(tokens) != len(found):
+        fail("value", "{}: the names {} are not axes of one mesh; call it once for each", function, label)
+    sizes = tuple(axis.n for axis in found)
+    return Axis(Layout(sizes, (PENDING,) * len(names), "", (), (), outside), tokens, label)
 
 
-def _of_process(process: Process, label: str) -> Axis:
-    return Axis(Layout((process.n,), (), process.name, process.order, ()), (), f"process group {label!r}")
+def _of_process(process: Process, label: str, outside: int = -1) -> Axis:
+    return Axis(Layout((process.n,), (), process.name, process.order, (), outside), (), label)
 
 
 @_torch.assume_constant_result  # Dynamo guards on the group, and need not trace torch.distributed
@@ -260,32 +270,11 @@ def _process(group: Any) -> tuple[str, int, tuple[int, ...], tuple[str, str] | N
         if group.get_coordinate() is None:
             return "", 0, (), ("value", f"this rank is not in {group}")
         ranks = tuple(group.mesh.flatten().tolist())
-        made = group.get_group() if group.ndim == 1 else _make(ranks)
-        return made.group_name, len(ranks), _order(ranks), None
+        made = group.get_group() if group.ndim == 1 else make_group(ranks)
+        return made.group_name, len(ranks), order_of(ranks), None
     if group is WORLD:
         return "", 0, (), ("value", _NO_WORLD)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return "", 0, (), ("value", "this rank is not in the group")
     kinds = "an axis name, a tuple of names, a ProcessGroup, a DeviceMesh, a fcoll.Group or fcoll.WORLD"
     return "", 0, (), ("type", f"a group is {kinds}, got {type(group).__name__}")
-
-
-_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-
-def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of these ranks of the world; made once while that world lives."""
-    world = _torch.world()
-    listed = tuple(sorted(ranks))
-    if len(listed) == dist.get_world_size():
-        return world
-    key = (id(world), *listed)
-    if key not in _made:
-        _made[key] = dist.new_group(list(listed), use_local_synchronization=True)
-    return _made[key]
-
-
-def _order(ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """torch numbers a group's members by their rank in the world: index as listed → number given."""
-    order = tuple(sorted(ranks).index(rank) for rank in ranks)
-    return () if order == tuple(range(len(order))) else order

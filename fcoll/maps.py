@@ -58,29 +58,28 @@ def vmap(
         n = _size(leaves, dims, args, axis_size)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         structure: list[Any] = []
+        once: list[torch.Tensor] = []  # results that no rank has of its own: torch refuses them if an outer vmap does
 
-        def body(token: torch.Tensor, *values: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            with axes.bound(axes.Emulated(axis_name, n, token)):
+        def body(token: torch.Tensor, *values: Any) -> list[torch.Tensor]:
+            with axes.bound([axes.Named(axis_name, n, token)]):
                 out = f(*trees.unflatten(spec, list(values)), **kwargs)
-            results, out_spec = trees.flatten(out)
+            flat, out_spec = trees.flatten(out)
             places = _out_dims(out_dims, out)
             structure[:] = [out_spec, places]
             results = [
-                _result(value, place, out, i, axis_name)
-                for i, (value, place) in enumerate(zip(results, places, strict=True))
+                _result(y, place, out, i, axis_name) for i, (y, place) in enumerate(zip(flat, places, strict=True))
             ]
-            once = [value for value, place in zip(results, places, strict=True) if place is None]
-            return [value for value, place in zip(results, places, strict=True) if place is not None], once
+            once[:] = [y for y, place in zip(results, places, strict=True) if place is None]
+            return [y for y, place in zip(results, places, strict=True) if place is not None]
 
-        out_axes: Any = (0, None)
-        run = torch.func.vmap(body, in_dims=(0, *dims), out_dims=out_axes, randomness=randomness)
-        per_rank, once = run(torch.arange(n, device=device), *leaves)
+        run = torch.func.vmap(body, in_dims=(0, *dims), randomness=randomness)
+        stacked = iter(run(torch.arange(n, device=device), *leaves))
         out_spec, places = structure
-        stacked, single = iter(per_rank), iter(once)
+        single = iter(once)
         moved = [next(single) if place is None else _move(next(stacked), place) for place in places]
         return trees.unflatten(out_spec, moved)
 
-    return mapped
+    return _torch.with_own_code(mapped)
 
 
 def _in_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
@@ -94,7 +93,7 @@ def _out_dims(out_dims: Any, out: Any) -> list[int | None]:
 
 def _prefix(name: str, prefix: Any, tree: Any, what: str) -> list[int | None]:
     try:
-        return trees.broadcast_prefix(prefix, tree)
+        return trees.broadcast_prefix(prefix, tree, lambda node: node is None or isinstance(node, int))
     except (ValueError, TypeError):
         problem = str(prefix)
     fail("value", "vmap: {}={} is no prefix of the tree of {}s", name, problem, what.rstrip("s"))
@@ -136,12 +135,21 @@ def _result(value: Any, place: int | None, out: Any, i: int, axis_name: str) -> 
                 type(value).__name__,
             )
         return torch.tensor(value)
-    if place is None and _torch.batched(value):
-        fail(
-            "value",
+    if place is None:
+        where = trees.path(out, i, "out")
+        return replicated(
+            value,
             "vmap: out_dims=None for {}, which varies over {!r}; reduce it over that axis, or set its axis in out_dims",
-            trees.path(out, i, "out"), axis_name,
+            where, axis_name,
         )  # fmt: skip
+    return value
+
+
+@_torch.allow_in_graph  # Dynamo knows no batch axes; here it runs this while it traces
+def replicated(value: torch.Tensor, template: str, *details: str) -> torch.Tensor:
+    """`value`, or the error if it varies over the innermost vmap's axis."""
+    if _torch.batched(value):
+        fail("value", template, *details)
     return value
 
 

@@ -50,8 +50,8 @@ class Primitive:
     """(call, x, y, tangent, *params) -> tangent of y"""
     axes: tuple[int, ...] = ()
     """Which params are tensor axes: they move when vmap puts a batch axis in front."""
-    declared: bool = False
-    """The transpose is one that the user declares (a value counts once for all ranks), not that of the stacked map."""
+    exact: str = ""
+    """Set where the transpose is declared (a value counts once for all ranks): the same map with its own transpose."""
     unmapped: Callable[..., Tensor] | None = None
     """(x, n, *params) -> stack of results, for an x that no rank has a value of its own of"""
 
@@ -118,17 +118,20 @@ def _shared_vjp(invariant: bool) -> Callable[..., Tensor]:
     def vjp(call: Call, x: Tensor, y: Tensor, cotangent: Tensor, op: str) -> Tensor:
         attains = (x == y).to(x.dtype)
         if invariant:
-            return cotangent * attains / call("all_reduce", attains, "sum")
+            return call("vary", cotangent, "sum") * attains / call("all_reduce", attains, "sum")
         total, count = call("all_reduce", torch.stack((cotangent, attains), -1), "sum").unbind(-1)
         return total * attains / count
 
     return vjp
 
 
-def _shared_jvp(call: Call, x: Tensor, y: Tensor, tangent: Tensor, op: str) -> Tensor:
-    attains = (x == y).to(x.dtype)
-    total, count = call("all_reduce", torch.stack((tangent * attains, attains), -1), "sum").unbind(-1)
-    return total / count
+def _shared_jvp(reduction: str) -> Callable[..., Tensor]:
+    def jvp(call: Call, x: Tensor, y: Tensor, tangent: Tensor, op: str) -> Tensor:
+        attains = (x == y).to(x.dtype)
+        total, count = call(reduction, torch.stack((tangent * attains, attains), -1), "sum").unbind(-1)
+        return total / count
+
+    return jvp
 
 
 def _others(call: Call, x: Tensor) -> Tensor:
@@ -140,14 +143,17 @@ def _others(call: Call, x: Tensor) -> Tensor:
 
 def _prod_vjp(invariant: bool) -> Callable[..., Tensor]:
     def vjp(call: Call, x: Tensor, y: Tensor, cotangent: Tensor, op: str) -> Tensor:
-        total = cotangent if invariant else call("all_reduce", cotangent, "sum")
+        total = call("vary" if invariant else "all_reduce", cotangent, "sum")
         return total * _others(call, x).conj()
 
     return vjp
 
 
-def _prod_jvp(call: Call, x: Tensor, y: Tensor, tangent: Tensor, op: str) -> Tensor:
-    return call("all_reduce", tangent * _others(call, x), "sum")
+def _prod_jvp(reduction: str) -> Callable[..., Tensor]:
+    def jvp(call: Call, x: Tensor, y: Tensor, tangent: Tensor, op: str) -> Tensor:
+        return call(reduction, tangent * _others(call, x), "sum")
+
+    return jvp
 
 
 def _expand(reduced: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -155,16 +161,20 @@ def _expand(reduced: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def on_stack(stack: Tensor, n: int, *params: Any) -> Tensor:
         y = reduced(stack, n, *params)
-        return y.expand(n, *y.shape).contiguous()
+        return y.expand(n, *y.shape).clone(memory_format=torch.contiguous_format)
 
     return on_stack
 
 
-# Movements
+# Movements. On a stack too, results have memory of their own: whoever writes into one does not change an input.
+
+
+def _join_stack(blocks: Tensor, axis: int, tiled: bool) -> Tensor:
+    return torch.cat(blocks.unbind(0), axis) if tiled else torch.stack(blocks.unbind(0), axis)
 
 
 def _gather_stack(stack: Tensor, n: int, axis: int, tiled: bool) -> Tensor:
-    return join_blocks(stack, axis, tiled)
+    return _join_stack(stack, axis, tiled)
 
 
 def _gather_process(x: Tensor, process: Process, axis: int, tiled: bool) -> Tensor:
@@ -177,9 +187,26 @@ def _split_process(x: Tensor, process: Process, axis: int, tiled: bool) -> Tenso
     )
 
 
+def _embed_process(x: Tensor, process: Process, axis: int, tiled: bool) -> Tensor:
+    blocks = x.new_zeros((process.n, *x.shape)).index_copy(0, process.index_tensor().view(1).to(x.device), x[None])
+    return join_blocks(blocks, axis, tiled)
+
+
+def _embed_stack(stack: Tensor, n: int, axis: int, tiled: bool) -> Tensor:
+    return join_blocks(torch.diag_embed(stack.movedim(0, -1), dim1=0, dim2=1), axis + 1, tiled)
+
+
+def _scale(x: Tensor, n: int, op: str) -> Tensor:
+    return x / n if op == "mean" else x.clone()
+
+
+def _scale_process(x: Tensor, process: Process, op: str) -> Tensor:
+    return _scale(x, process.n, op)
+
+
 def _all_to_all_stack(stack: Tensor, n: int, split: int, concat: int, tiled: bool) -> Tensor:
     blocks = split_blocks(stack, n, split + 1, tiled)  # receiver, sender, ...
-    return join_blocks(blocks.movedim(1, 0), concat + 1, tiled)
+    return _join_stack(blocks.movedim(1, 0), concat + 1, tiled)
 
 
 def _all_to_all_process(x: Tensor, process: Process, split: int, concat: int, tiled: bool) -> Tensor:
@@ -210,42 +237,52 @@ PRIMITIVES: dict[str, Primitive] = {
         on_process=_reduce_process,
         on_stack=_expand(_reduce_stack),
         transpose=lambda op: ("vary", op),
-        declared=True,
+        exact="all_reduce",
     ),
     "vary": Primitive(  # op: what the transposed all_reduce does
-        on_process=lambda x, process, op: x / process.n if op == "mean" else x.clone(),
-        on_stack=lambda stack, n, op: stack / n if op == "mean" else stack.clone(),
+        on_process=_scale_process,
+        on_stack=_scale,
         transpose=lambda op: ("all_reduce_invariant", op),
-        declared=True,
-        unmapped=lambda x, n, op: (x / n if op == "mean" else x).expand(n, *x.shape),
+        exact="scale",
+        unmapped=lambda x, n, op: _scale(x.expand(n, *x.shape), n, op),
+    ),
+    "scale": Primitive(  # what vary does, as a map of its own
+        on_process=_scale_process,
+        on_stack=_scale,
+        transpose=lambda op: ("scale", op),
+    ),
+    "unvary": Primitive(  # a value that is the same on all ranks leaves a map, where it counts once
+        on_process=lambda x, process: x.clone(),
+        on_stack=lambda stack, n: stack.clone(),
+        transpose=lambda: ("vary", "mean"),
     ),
     "extremum": Primitive(  # op: max or min
         on_process=_reduce_process,
         on_stack=_reduce_stack,
         replicated=True,
         vjp=_shared_vjp(invariant=False),
-        jvp=_shared_jvp,
+        jvp=_shared_jvp("all_reduce"),
     ),
     "extremum_invariant": Primitive(
         on_process=_reduce_process,
         on_stack=_expand(_reduce_stack),
         vjp=_shared_vjp(invariant=True),
-        jvp=_shared_jvp,
-        declared=True,
+        jvp=_shared_jvp("all_reduce_invariant"),
+        exact="extremum",
     ),
     "product": Primitive(
         on_process=_reduce_process,
         on_stack=_reduce_stack,
         replicated=True,
         vjp=_prod_vjp(invariant=False),
-        jvp=_prod_jvp,
+        jvp=_prod_jvp("all_reduce"),
     ),
     "product_invariant": Primitive(
         on_process=_reduce_process,
         on_stack=_expand(_reduce_stack),
         vjp=_prod_vjp(invariant=True),
-        jvp=_prod_jvp,
-        declared=True,
+        jvp=_prod_jvp("all_reduce_invariant"),
+        exact="product",
     ),
     "truth": Primitive(  # op: any or all, of booleans
         on_process=_reduce_process,
@@ -272,15 +309,28 @@ PRIMITIVES: dict[str, Primitive] = {
         on_stack=_expand(_gather_stack),
         transpose=lambda axis, tiled: ("split", axis, tiled),
         axes=(0,),
-        declared=True,
+        exact="all_gather",
     ),
     "split": Primitive(
         on_process=_split_process,
-        on_stack=own_block,
+        on_stack=lambda stack, n, axis, tiled: own_block(stack, n, axis, tiled).clone(),
         transpose=lambda axis, tiled: ("all_gather_invariant", axis, tiled),
         axes=(0,),
-        declared=True,
+        exact="own_block",
+        unmapped=lambda x, n, axis, tiled: split_blocks(x, n, axis, tiled).clone(),
+    ),
+    "own_block": Primitive(  # what split does, as a map of its own
+        on_process=_split_process,
+        on_stack=own_block,
+        transpose=lambda axis, tiled: ("embed", axis, tiled),
+        axes=(0,),
         unmapped=split_blocks,
+    ),
+    "embed": Primitive(  # x as the own block among zeros
+        on_process=_embed_process,
+        on_stack=_embed_stack,
+        transpose=lambda axis, tiled: ("own_block", axis, tiled),
+        axes=(0,),
     ),
     "all_to_all": Primitive(
         on_process=_all_to_all_process,
@@ -290,7 +340,7 @@ PRIMITIVES: dict[str, Primitive] = {
     ),
     "broadcast": Primitive(
         on_process=lambda x, process, src: engine.broadcast(x, src, process),
-        on_stack=lambda stack, n, src: stack.select(0, src),
+        on_stack=lambda stack, n, src: stack.select(0, src).clone(),
         replicated=True,
         transpose=lambda src: ("reduce", src),
     ),
@@ -314,7 +364,7 @@ PRIMITIVES: dict[str, Primitive] = {
         on_process=lambda x, process, axis, tiled, src: engine.scatter(
             split_blocks(x, process.n, axis, tiled), src, process
         ),
-        on_stack=lambda stack, n, axis, tiled, src: split_blocks(stack.select(0, src), n, axis, tiled),
+        on_stack=lambda stack, n, axis, tiled, src: split_blocks(stack.select(0, src), n, axis, tiled).clone(),
         transpose=lambda axis, tiled, src: ("gather", axis, tiled, src),
         axes=(0,),
     ),

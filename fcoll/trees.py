@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -28,8 +29,14 @@ def unflatten(spec: optree.PyTreeSpec, leaves: list[Any]) -> Any:
     return optree.tree_unflatten(spec, leaves)
 
 
-def broadcast_prefix(prefix: Any, tree: Any) -> list[Any]:
-    """Per leaf of `tree`, the leaf of `prefix` above it; None is a leaf of the prefix.
+def leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
+    """The leaves of a tree of something else than tensors; `is_leaf` tells them, None perhaps among them."""
+    found: list[Any] = optree.tree_leaves(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    return found
+
+
+def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
+    """Per leaf of `tree`, the leaf of `prefix` above it; `is_leaf` tells a leaf of the prefix.
 
     Raises:
         ValueError: `prefix` is no prefix of `tree`.
@@ -38,15 +45,17 @@ def broadcast_prefix(prefix: Any, tree: Any) -> list[Any]:
     def spread(value: Any, subtree: Any) -> list[Any]:
         return [value] * len(flatten(subtree)[0])
 
-    if prefix is None or isinstance(prefix, int):
+    if is_leaf(prefix):
         return spread(prefix, tree)
     flatten(tree)  # registers dataclasses
-    parts = optree.tree_map(spread, prefix, tree, none_is_leaf=True, is_leaf=lambda p: p is None, namespace=NAMESPACE)
+    parts = optree.tree_map(spread, prefix, tree, none_is_leaf=True, is_leaf=is_leaf, namespace=NAMESPACE)
     return [
-        value
-        for part in optree.tree_leaves(parts, is_leaf=lambda p: isinstance(p, list), namespace=NAMESPACE)
-        for value in part
+        value for part in leaves(parts, lambda node: isinstance(node, list) and _flat(node, is_leaf)) for value in part
     ]
+
+
+def _flat(part: list[Any], is_leaf: Callable[[Any], bool]) -> bool:
+    return all(map(is_leaf, part))
 
 
 def path(tree: Any, index: int, root: str = "tree") -> str:

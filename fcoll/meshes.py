@@ -1,0 +1,257 @@
+"""Meshes of named axes: of processes (torch's DeviceMesh), or virtual, where one process emulates all ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fcoll import _torch, axes
+from fcoll.engine import SIMULATED, make_group, order_of
+from fcoll.errors import fail
+
+
+@dataclass(frozen=True)
+class VirtualMesh:
+    """Named axes without processes: `shard_map` emulates its ranks in this one. It answers as a DeviceMesh does.
+
+    Attributes:
+        mesh_dim_names: the axis names, major first.
+        shape: the number of ranks along each.
+
+    Example:
+        >>> fcoll.virtual_mesh(dp=2, tp=4)
+        VirtualMesh(dp=2, tp=4)
+        >>> fcoll.virtual_mesh(dp=2, tp=4).size()
+        8
+    """
+
+    mesh_dim_names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """The number of ranks, of all or along one axis."""
+        return math.prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
+
+    def __repr__(self) -> str:
+        return f"VirtualMesh({_spelled(dict(zip(self.mesh_dim_names, self.shape, strict=True)))})"
+
+
+Mesh: TypeAlias = "VirtualMesh | DeviceMesh"
+
+
+def virtual_mesh(**sizes: int) -> VirtualMesh:
+    """A mesh of emulated ranks, whatever launched this process.
+
+    Args:
+        sizes: the number of ranks per axis name, major first.
+
+    Raises:
+        ValueError: no axis, or a size below 1.
+        TypeError: a size that is no integer.
+
+    Example:
+        >>> fcoll.virtual_mesh(i=4)
+        VirtualMesh(i=4)
+    """
+    _check(sizes, "virtual_mesh")
+    return VirtualMesh(tuple(sizes), tuple(sizes.values()))
+
+
+def mesh(**sizes: int) -> Mesh:
+    """The mesh for this program: of processes under a launcher, virtual otherwise.
+
+    Under a launcher (RANK and WORLD_SIZE are set, as torchrun does, or torch.distributed is initialised) it is a
+    DeviceMesh over all ranks, on CUDA devices where there are any; torch.distributed is initialised if need be, and
+    ends with `torch.distributed.destroy_process_group`, as always. Every rank calls it, with the same arguments.
+
+    Args:
+        sizes: the number of ranks per axis name, major first; under a launcher their product is the world's size.
+
+    Raises:
+        ValueError: a mesh whose size is not the world's, no axis, or a size below 1.
+        TypeError: a size that is no integer.
+
+    Example:
+        >>> fcoll.mesh(dp=2, tp=2)
+        VirtualMesh(dp=2, tp=2)
+    """
+    _check(sizes, "mesh")
+    launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    if not launched and not (dist.is_available() and dist.is_initialized()):
+        return virtual_mesh(**sizes)
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    size = math.prod(sizes.values())
+    if size != world:
+        fail("value", "mesh: {} makes {} ranks, but {} are running; change the sizes or the launch",
+             f"mesh({_spelled(sizes)})", size, world)  # fmt: skip
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _check(sizes: dict[str, int], function: str) -> None:
+    if not sizes:
+        fail("value", "{}: give at least one axis, as in {}(dp=2)", function, function)
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            fail("type", "{}: the size of {!r} is an integer, got {}", function, name, type(size).__name__)
+        if size < 1:
+            fail("value", "{}: the size of {!r} is at least 1, got {}", function, name, size)
+
+
+def _spelled(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+# A mesh in scope is known by a key, a plain string: Dynamo guards on it and can ask for the mesh's groups by it.
+
+_registered: dict[str, Mesh] = {}
+_groups: dict[tuple[str, tuple[str, ...]], tuple[str, int, tuple[int, ...]]] = {}
+
+
+class Shape(NamedTuple):
+    """What the traced side knows of a mesh."""
+
+    key: str
+    axis_names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    processes: bool
+
+
+@_torch.assume_constant_result
+def register(mesh: Any) -> tuple[str, tuple[str, ...], tuple[int, ...], bool] | str:
+    """The fields of a mesh's `Shape`, or what is wrong with the mesh."""
+    mesh = _torch.unwrap_opaque(mesh)
+    if isinstance(mesh, VirtualMesh):
+        key = repr(mesh)
+        _registered[key] = mesh
+        return key, mesh.mesh_dim_names, mesh.shape, False
+    if not isinstance(mesh, DeviceMesh):
+        return (
+            f"a mesh is what fcoll.mesh, fcoll.virtual_mesh or torch's init_device_mesh make, got {type(mesh).__name__}"
+        )
+    names = mesh.mesh_dim_names
+    if not names:
+        return "the axes of the DeviceMesh have no names; make it with mesh_dim_names=(...)"
+    if mesh.get_coordinate() is None:
+        return f"this rank is not in {mesh}"
+    key = f"{id(mesh)}"
+    _registered[key] = mesh  # kept, and so the key stays its own
+    return key, tuple(names), tuple(mesh.mesh.shape), True
+
+
+@_torch.assume_constant_result
+def same(key: str, mesh: Any) -> bool:
+    """Whether a mesh of processes is, or equals, the registered one."""
+    return bool(_registered[key] == _torch.unwrap_opaque(mesh))
+
+
+def shape_of(function: str, mesh: Any) -> Shape:
+    """The Shape of any mesh."""
+    shape = register(mesh)
+    if isinstance(shape, str):
+        fail("type", "{}: {}", function, shape)
+    return Shape(*shape)
+
+
+@_torch.assume_constant_result
+def process_along(key: str, names: tuple[str, ...]) -> tuple[str, int, tuple[int, ...]]:
+    """Name, size and order of the process group along some axes of a mesh, major first, through this rank.
+
+    Of a virtual mesh it is a simulated group, for traces: it has a size, and this rank is its first.
+    """
+    found = _groups.get((key, names))
+    if found is None:
+        mesh = _registered[key]
+        if isinstance(mesh, VirtualMesh):
+            n = math.prod(mesh.shape[mesh.mesh_dim_names.index(name)] for name in names)
+            found = SIMULATED + ",".join(names), n, ()
+        else:
+            found = _group_along(mesh, names)
+        _groups[key, names] = found
+    return found
+
+
+def _group_along(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[str, int, tuple[int, ...]]:
+    assert mesh.mesh_dim_names is not None
+    dims = [mesh.mesh_dim_names.index(name) for name in names]
+    here = mesh.get_coordinate()
+    assert here is not None
+    others = [dim for dim in range(mesh.ndim) if dim not in dims]
+    ranks = mesh.mesh.permute(*others, *dims)
+    for dim in others:
+        ranks = ranks[here[dim]]
+    listed = tuple(ranks.flatten().tolist())
+    group = mesh.get_group(dims[0]) if len(dims) == 1 else make_group(listed)
+    return group.group_name, len(listed), order_of(listed)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class bind:
+    """Make the axis names of a DeviceMesh usable as groups, for values that are this rank's own.
+
+    A context manager, and a decorator. Names resolve innermost first, so bindings nest.
+
+    Args:
+        device_mesh: a DeviceMesh whose axes have names.
+
+    Raises:
+        TypeError: a VirtualMesh, which has no rank of this process's own (use `shard_map`), or no mesh at all.
+
+    Example:
+        >>> with fcoll.bind(fcoll.mesh(dp=2)):  # under a launcher: fine
+        ...     pass
+        Traceback (most recent call last):
+        fcoll.errors.CollectiveTypeError: bind: VirtualMesh(dp=2) has no values of this rank's own; use fcoll.shard_map
+    """
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        shape = shape_of("bind", device_mesh)
+        if not shape.processes:
+            fail("type", "bind: {} has no values of this rank's own; use fcoll.shard_map", shape.key)
+        self._shape = shape
+        self._bound: list[axes.bound] = []
+
+    def __enter__(self) -> None:
+        bound = axes.bound(named(self._shape))
+        bound.__enter__()
+        self._bound.append(bound)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._bound.pop().__exit__(kind, error, tb)
+
+    def __call__(self, f: Function) -> Function:
+        """f, run with the names bound."""
+        entries = named(self._shape)
+
+        @functools.wraps(f)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with axes.bound(entries):
+                return f(*args, **kwargs)
+
+        return wrapped  # type: ignore[return-value]
+
+
+def named(shape: Shape, outside: int = -1) -> list[axes.Named]:
+    """The axes of a mesh of processes, for the scope."""
+    return [
+        axes.Named(name, size, None, shape.key, outside)
+        for name, size in zip(shape.axis_names, shape.sizes, strict=True)
+    ]

@@ -1,0 +1,90 @@
+"""The check that results are replicated where specs say so: f is evaluated once on fake tensors, before it runs.
+
+torch's own batch bookkeeping answers: a result that comes back batched over a mesh axis varies over it. No data, no
+communication, any size of mesh.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcoll import _torch, trees
+from fcoll.errors import FcollError
+from fcoll.specs import Entries
+
+Run = Callable[[list[Tensor], Any, list[Entries]], None]
+"""(fake global leaves, their structure, their specs) -> None, or the error"""
+
+_runs: dict[str, Run] = {}
+_verified: set[Any] = set()
+_warned: set[str] = set()
+
+
+def enlist(name: str, run: Run) -> str:
+    """A label for a check, by which a graph can refer to it; "" where it is made while tracing, and cannot be."""
+    if torch.compiler.is_compiling():
+        return ""
+    label = f"{name}#{len(_runs)}"
+    _runs[label] = run
+    return label
+
+
+def verify(label: str, entries: list[Entries], args: tuple[Any, ...], leaves: Sequence[Tensor]) -> None:
+    """Run the check, unless it was run for such arguments before."""
+    if not torch.compiler.is_compiling():
+        _verify(label, entries, args, leaves)
+    elif label and _plain(args):
+        _in_graph(label, tuple(entries), args)
+    else:
+        _warn(label, "it is made, or called with other containers than dicts, lists and tuples, in compiled code")
+
+
+@_torch.allow_in_graph  # so that it runs, on Dynamo's fake tensors, while Dynamo traces its caller
+def _in_graph(label: str, entries: Any, args: Any) -> Tensor:
+    leaves = [leaf if isinstance(leaf, Tensor) else torch.tensor(leaf) for leaf in trees.flatten(args)[0]]
+    _verify(label, list(entries), args, leaves)
+    return torch.zeros(())
+
+
+def _verify(label: str, entries: list[Entries], args: Any, leaves: Sequence[Tensor]) -> None:
+    _, structure = trees.flatten(args)
+    looks = tuple((tuple(map(int, leaf.shape)), leaf.dtype, leaf.device) for leaf in leaves)
+    key = (label, tuple(entries), structure, looks)
+    if key in _verified:
+        return
+    run = _runs[label]
+    try:
+        with _torch.fakes():
+            run([torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in looks], structure, entries)
+    except FcollError:
+        raise
+    except Exception as error:  # what f does with data, it may not be able to do without
+        _warn(
+            label,
+            f"{label.split('#')[0]} cannot be evaluated on fake tensors ({type(error).__name__}: {error})".split("\n")[
+                0
+            ],
+        )
+    _verified.add(key)
+
+
+def _plain(tree: Any) -> bool:
+    """Whether a graph can take the tree as an argument."""
+    if isinstance(tree, dict):
+        return all(map(_plain, tree.values()))
+    if isinstance(tree, (list, tuple)):
+        return all(map(_plain, tree))
+    return tree is None or isinstance(tree, (Tensor, bool, int, float))
+
+
+@_torch.assume_constant_result
+def _warn(label: str, reason: str) -> bool:
+    if label not in _warned:
+        _warned.add(label)
+        warnings.warn(f"shard_map: what out_specs says is replicated is not checked: {reason}", stacklevel=2)
+    return True

@@ -1,0 +1,109 @@
+"""PartitionSpecs: along which mesh axes each axis of a global tensor is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from fcoll.errors import fail
+
+Entries: TypeAlias = tuple[tuple[str, ...], ...]
+"""Per tensor axis, the names it is cut along, major first."""
+
+
+class P:
+    """A PartitionSpec: how a global tensor is spread over the axes of a mesh.
+
+    One entry per axis of the tensor, from the front: an axis name, a tuple of names (major first), or None. Axes
+    without an entry are not cut; the tensor is replicated over the names that do not occur.
+
+    Raises:
+        ValueError: a name occurs twice.
+        TypeError: an entry is something else.
+
+    Example:
+        >>> fcoll.P("dp", None), fcoll.P(("dp", "tp")), fcoll.P()
+        (P('dp', None), P(('dp', 'tp')), P())
+    """
+
+    __slots__ = ("entries",)
+
+    def __init__(self, *entries: str | tuple[str, ...] | None) -> None:
+        self.entries: Entries = tuple(_names(entry) for entry in entries)
+        names = self.names
+        if len(set(names)) != len(names):
+            fail("value", "P: an axis name occurs once, got {}", str(names))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, in order."""
+        return tuple(name for entry in self.entries for name in entry)
+
+    def __iter__(self) -> Iterator[tuple[str, ...]]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, P) and self.entries == other.entries
+
+    def __hash__(self) -> int:
+        return hash(self.entries)
+
+    def __repr__(self) -> str:
+        return f"P({', '.join(map(_spelled, self.entries))})"
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    if isinstance(entry, str):
+        return (entry,)
+    if not isinstance(entry, tuple) or not all(isinstance(name, str) for name in entry):
+        fail("type", "P: an entry is an axis name, a tuple of names or None, got {}", str(entry))
+    return entry
+
+
+def _spelled(entry: tuple[str, ...]) -> str:
+    return repr(entry[0] if len(entry) == 1 else entry) if entry else "None"
+
+
+# A leaf between its global shape and the shape that has the ranks in front. Plain operations: exact under autograd.
+
+
+def to_ranks(x: Tensor, entries: Entries, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
+    """The pieces of x on leading axes, one per name that its spec has, in the order of `names`."""
+    where: dict[str, int] = {}
+    kept: list[int] = []
+    for axis, entry in enumerate(entries):
+        at = axis + len(where)
+        if entry:
+            cut = [sizes[names.index(name)] for name in entry]
+            n = 1
+            for size in cut:
+                n *= size
+            x = x.unflatten(at, (*cut, x.shape[at] // n))
+        for i, name in enumerate(entry):
+            where[name] = at + i
+        kept.append(at + len(entry))
+    kept.extend(range(len(entries) + len(where), x.ndim))
+    return x.permute(*[where[name] for name in names if name in where], *kept)
+
+
+def from_ranks(y: Tensor, entries: Entries, names: Sequence[str]) -> Tensor:
+    """The inverse of `to_ranks`."""
+    leading = [name for name in names if any(name in entry for entry in entries)]
+    order: list[int] = []
+    local = y.ndim - len(leading)
+    for axis in range(local):
+        entry = entries[axis] if axis < len(entries) else ()
+        order.extend(leading.index(name) for name in entry)
+        order.append(len(leading) + axis)
+    y = y.permute(order)
+    for axis in range(min(local, len(entries))):
+        if entries[axis]:
+            y = y.flatten(axis, axis + len(entries[axis]))
+    return y
