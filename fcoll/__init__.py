@@ -9,6 +9,7 @@ from fcoll.maps import vmap
 from fcoll.meshes import VirtualMesh, bind, mesh, virtual_mesh
 from fcoll.sharding import shard_map
 from fcoll.specs import P
+from fcoll.tracing import Trace, trace
 
 __all__ = [
     "WORLD",
@@ -17,6 +18,7 @@ __all__ = [
     "FcollError",
     "Group",
     "P",
+    "Trace",
     "UnboundAxisError",
     "VirtualMesh",
     "__version__",
@@ -27,6 +29,7 @@ __all__ = [
     "mesh",
     "shard_map",
     "subgroups",
+    "trace",
     "virtual_mesh",
     "vmap",
     *functional.__all__,

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch._C import _functorch, _len_torch_dispatch_stack  # see `transforming`, `batched`, `tracing`
 
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -20,7 +19,7 @@ def with_own_code(f: Function) -> Function:
     Dynamo counts recompilations per code object: closures of one `def` would share the limit, and a ninth would fail.
     """
     if not torch.compiler.is_compiling():
-        f.__code__ = f.__code__.replace()  # type: ignore[attr-defined]
+        f.__code__ = f.__code__.replace()
     return f
 
 

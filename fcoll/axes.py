@@ -25,7 +25,8 @@ class Named(NamedTuple):
 
 
 class _Scope(threading.local):
-    stack: tuple[Named, ...] = ()
+    def __init__(self) -> None:  # an attribute of the object from the start: Dynamo guards on where it was found
+        self.stack: tuple[Named, ...] = ()
 
 
 _scope = _Scope()

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll import _torch
+from fcoll import _torch, recorder
 from fcoll.groups import PENDING, Axis, Layout, axis_index, from_major, process_of, stacked_index
 from fcoll.primitives import PRIMITIVES, Params, Primitive
 
 
 def bind(name: str, x: Tensor, axis: Axis, *params: Any) -> Tensor:
     """Apply a collective to one tensor. Everything has been checked."""
-    layout, tokens, _ = axis
+    layout, tokens = axis
     if layout.process and not _torch.transforming() and not (x.requires_grad and torch.is_grad_enabled()):
+        recorder.tell(name, x, layout)
         return PRIMITIVES[name].on_process(x, process_of(layout), *params)
     return _apply(x, name, params, layout, *tokens)
 
@@ -37,6 +38,7 @@ class _Bind(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, name: str, params: Params, layout: Layout, *tokens: Tensor) -> Tensor:
         if layout.process:
+            recorder.tell(name, x, layout)
             return PRIMITIVES[name].on_process(x, process_of(layout), *params)
         if PENDING in layout.at:
             raise RuntimeError(f"{name}: a value of an emulated axis was used outside the fcoll.vmap that binds it")
@@ -48,6 +50,7 @@ class _Bind(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, name, ctx.params, ctx.layout, *tokens = inputs
+        ctx.source = recorder.source() if recorder.active() else ""
         outside = _torch.level() <= ctx.layout.outside
         ctx.name = PRIMITIVES[name].exact or name if outside else name
         saved = (*tokens,) if PRIMITIVES[ctx.name].transpose else (x, output, *tokens)
@@ -57,14 +60,15 @@ class _Bind(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         record = PRIMITIVES[ctx.name]
-        if record.transpose:
-            tokens = ctx.saved_tensors
-            name, *params = record.transpose(*ctx.params)
-            result = _bind(cotangent, name, tuple(params), ctx.layout, *tokens)
-        else:
-            x, y, *tokens = ctx.saved_tensors
-            rule = _rule(record.vjp, ctx.name)
-            result = rule(_Call(ctx.layout, tuple(tokens)), x, y, cotangent, *ctx.params)
+        with recorder.derivative(ctx.source):
+            if record.transpose:
+                tokens = ctx.saved_tensors
+                name, *params = record.transpose(*ctx.params)
+                result = _bind(cotangent, name, tuple(params), ctx.layout, *tokens)
+            else:
+                x, y, *tokens = ctx.saved_tensors
+                rule = _rule(record.vjp, ctx.name)
+                result = rule(_Call(ctx.layout, tuple(tokens)), x, y, cotangent, *ctx.params)
         return result, None, None, None, *(None for _ in tokens)
 
     @staticmethod
@@ -120,7 +124,7 @@ class _Call:
 
     def index(self, ndim: int) -> Tensor:
         if not self.stacked:
-            return axis_index(Axis(self.layout, self.tokens, ""))
+            return axis_index(Axis(self.layout, self.tokens))
         index = stacked_index(self.layout)
         return index.view(*index.shape, *[1] * (ndim - self.stacked))
 
@@ -142,6 +146,7 @@ def _rule(rule: Any, name: str) -> Any:
 
 def _on_stack(x: Tensor, name: str, params: Params, layout: Layout) -> Tensor:
     """Act on x, whose leading axes hold the ranks of all parts; the result has them in the same places."""
+    recorder.tell(name, x, layout)
     record, parts = PRIMITIVES[name], len(layout.sizes)
     to_major = (*layout.at, *range(parts, x.ndim))
     n = math.prod(layout.sizes)

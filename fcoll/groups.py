@@ -28,7 +28,8 @@ class Layout(NamedTuple):
     process: str  # the name of the process group, "" where the parts are emulated
     order: tuple[int, ...]  # index in the group → rank of the process group; () where they agree
     partition: tuple[tuple[int, ...], ...]  # subgroups, as indices; () for one group of all
-    outside: int = -1  # up to which transform derivatives are those of a whole map (see shard_map); -1 for none
+    outside: int  # up to which transform derivatives are those of a whole map (see shard_map); -1 for none
+    label: str  # for messages
 
 
 class Axis(NamedTuple):
@@ -36,7 +37,6 @@ class Axis(NamedTuple):
 
     layout: Layout
     tokens: tuple[torch.Tensor, ...]  # one per PENDING part: the ranks' indices, batched by that part's vmap
-    label: str  # for messages
 
     @property
     def n(self) -> int:
@@ -44,6 +44,11 @@ class Axis(NamedTuple):
         if self.layout.partition:
             return max(map(len, self.layout.partition))
         return math.prod(self.layout.sizes)
+
+    @property
+    def label(self) -> str:
+        """What the user called the group."""
+        return self.layout.label
 
 
 class Group:
@@ -81,15 +86,15 @@ GroupLike: TypeAlias = "str | tuple[str, ...] | dist.ProcessGroup | DeviceMesh |
 def resolve(function: str, group: GroupLike) -> Axis:
     """The axis that `group` means here and now; `function` is named in messages."""
     if isinstance(group, str):
-        return _named(function, (group,), repr(group))
+        return _named(function, (group,))
     if isinstance(group, tuple):
-        return _named(function, group, repr(group))
+        return _named(function, group)
     if isinstance(group, Group):
         if group.process is not None:
             return _of_process(group.process, f"process group {group.process.name!r}")
         parent = group.parent
         names = (parent,) if isinstance(parent, str) else parent or ()
-        axis = _named(function, names, repr(parent))
+        axis = _named(function, names)
         members = sorted(rank for ranks in group.partition for rank in ranks)
         if members != list(range(axis.n)):
             fail(
@@ -152,7 +157,7 @@ def split_parts(axis: Axis) -> list[Axis]:
     if layout.process or layout.partition or not layout.sizes:
         return [axis]
     return [
-        Axis(Layout((size,), (PENDING,), "", (), (), layout.outside), (token,), axis.label)
+        Axis(Layout((size,), (PENDING,), "", (), (), layout.outside, layout.label), (token,))
         for size, token in zip(layout.sizes, axis.tokens, strict=True)
     ]
 
@@ -231,7 +236,8 @@ def _group_of(ranks: tuple[int, ...]) -> Group:
 _NO_WORLD = "torch.distributed is not initialised: start it, or name an axis of an enclosing fcoll.vmap"
 
 
-def _named(function: str, names: tuple[Any, ...], label: str) -> Axis:
+def _named(function: str, names: tuple[Any, ...]) -> Axis:
+    label = repr(names[0] if len(names) == 1 else names)
     found: tuple[axes.Named, ...] = ()
     for name in names:
         if not isinstance(name, str):
@@ -253,11 +259,11 @@ def _named(function: str, names: tuple[Any, ...], label: str) -> Axis:
     if len(tokens) != len(found):
         fail("value", "{}: the names {} are not axes of one mesh; call it once for each", function, label)
     sizes = tuple(axis.n for axis in found)
-    return Axis(Layout(sizes, (PENDING,) * len(names), "", (), (), outside), tokens, label)
+    return Axis(Layout(sizes, (PENDING,) * len(names), "", (), (), outside, label), tokens)
 
 
 def _of_process(process: Process, label: str, outside: int = -1) -> Axis:
-    return Axis(Layout((process.n,), (), process.name, process.order, (), outside), (), label)
+    return Axis(Layout((process.n,), (), process.name, process.order, (), outside, label), ())
 
 
 @_torch.assume_constant_result  # Dynamo guards on the group, and need not trace torch.distributed

@@ -40,6 +40,8 @@ class Primitive:
     """(x, process, *params) -> y"""
     on_stack: Callable[..., Tensor]
     """(stack, n, *params) -> stack of results; where `replicated`, the one result instead"""
+    wire: str = ""
+    """How it is listed and costed in traces; "" where nothing is sent."""
     replicated: bool = False
     """Every rank gets the same result."""
     transpose: Callable[..., tuple[Any, ...]] | None = None
@@ -228,12 +230,14 @@ def _inverse(perm: tuple[tuple[int, int], ...]) -> tuple[Any, ...]:
 
 PRIMITIVES: dict[str, Primitive] = {
     "all_reduce": Primitive(  # op: sum or mean
+        wire="all_reduce",
         on_process=_reduce_process,
         on_stack=_reduce_stack,
         replicated=True,
         transpose=lambda op: ("all_reduce", op),
     ),
     "all_reduce_invariant": Primitive(
+        wire="all_reduce",
         on_process=_reduce_process,
         on_stack=_expand(_reduce_stack),
         transpose=lambda op: ("vary", op),
@@ -257,6 +261,7 @@ PRIMITIVES: dict[str, Primitive] = {
         transpose=lambda: ("vary", "mean"),
     ),
     "extremum": Primitive(  # op: max or min
+        wire="all_reduce",
         on_process=_reduce_process,
         on_stack=_reduce_stack,
         replicated=True,
@@ -264,6 +269,7 @@ PRIMITIVES: dict[str, Primitive] = {
         jvp=_shared_jvp("all_reduce"),
     ),
     "extremum_invariant": Primitive(
+        wire="all_reduce",
         on_process=_reduce_process,
         on_stack=_expand(_reduce_stack),
         vjp=_shared_vjp(invariant=True),
@@ -271,6 +277,7 @@ PRIMITIVES: dict[str, Primitive] = {
         exact="extremum",
     ),
     "product": Primitive(
+        wire="all_reduce",
         on_process=_reduce_process,
         on_stack=_reduce_stack,
         replicated=True,
@@ -278,6 +285,7 @@ PRIMITIVES: dict[str, Primitive] = {
         jvp=_prod_jvp("all_reduce"),
     ),
     "product_invariant": Primitive(
+        wire="all_reduce",
         on_process=_reduce_process,
         on_stack=_expand(_reduce_stack),
         vjp=_prod_vjp(invariant=True),
@@ -285,11 +293,13 @@ PRIMITIVES: dict[str, Primitive] = {
         exact="product",
     ),
     "truth": Primitive(  # op: any or all, of booleans
+        wire="all_reduce",
         on_process=_reduce_process,
         on_stack=_reduce_stack,
         replicated=True,
     ),
     "all_gather": Primitive(
+        wire="all_gather",
         on_process=_gather_process,
         on_stack=_gather_stack,
         replicated=True,
@@ -297,6 +307,7 @@ PRIMITIVES: dict[str, Primitive] = {
         axes=(0,),
     ),
     "reduce_scatter": Primitive(
+        wire="reduce_scatter",
         on_process=lambda x, process, axis, tiled: engine.reduce_scatter(
             split_blocks(x, process.n, axis, tiled), process
         ),
@@ -305,6 +316,7 @@ PRIMITIVES: dict[str, Primitive] = {
         axes=(0,),
     ),
     "all_gather_invariant": Primitive(
+        wire="all_gather",
         on_process=_gather_process,
         on_stack=_expand(_gather_stack),
         transpose=lambda axis, tiled: ("split", axis, tiled),
@@ -333,18 +345,21 @@ PRIMITIVES: dict[str, Primitive] = {
         axes=(0,),
     ),
     "all_to_all": Primitive(
+        wire="all_to_all",
         on_process=_all_to_all_process,
         on_stack=_all_to_all_stack,
         transpose=lambda split, concat, tiled: ("all_to_all", concat, split, tiled),
         axes=(0, 1),
     ),
     "broadcast": Primitive(
+        wire="broadcast",
         on_process=lambda x, process, src: engine.broadcast(x, src, process),
         on_stack=lambda stack, n, src: stack.select(0, src).clone(),
         replicated=True,
         transpose=lambda src: ("reduce", src),
     ),
     "reduce": Primitive(
+        wire="reduce",
         on_process=lambda x, process, dst: engine.reduce(x, dst, process),
         on_stack=lambda stack, n, dst: only_at(stack.sum(0, dtype=stack.dtype), dst, n),
         transpose=lambda dst: ("broadcast", dst),
@@ -355,12 +370,14 @@ PRIMITIVES: dict[str, Primitive] = {
         transpose=lambda root: ("only_at", root),
     ),
     "gather": Primitive(
+        wire="gather",
         on_process=lambda x, process, axis, tiled, dst: join_blocks(engine.gather(x, dst, process), axis, tiled),
         on_stack=lambda stack, n, axis, tiled, dst: only_at(join_blocks(stack, axis, tiled), dst, n),
         transpose=lambda axis, tiled, dst: ("scatter", axis, tiled, dst),
         axes=(0,),
     ),
     "scatter": Primitive(
+        wire="scatter",
         on_process=lambda x, process, axis, tiled, src: engine.scatter(
             split_blocks(x, process.n, axis, tiled), src, process
         ),
@@ -369,6 +386,7 @@ PRIMITIVES: dict[str, Primitive] = {
         axes=(0,),
     ),
     "permute": Primitive(
+        wire="permute",
         on_process=lambda x, process, perm: engine.permute(x, perm, process),
         on_stack=_permute_stack,
         transpose=_inverse,

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import optree
+import torch
+from torch import Tensor
+
 Listener = Callable[..., None]
-"""(name, x, params, layout, rank axes in front of x, source) -> None"""
+"""(name of the record, x, layout, source, whether backward) -> None"""
 
 
 class _State(threading.local):
@@ -25,10 +31,23 @@ def active() -> bool:
     return _state.listener is not None
 
 
-def tell(*what: Any) -> None:
+def tell(name: str, x: Tensor, layout: Any) -> None:
     """Report one collective."""
     if _state.listener is not None:
-        _state.listener(*what, _state.source, _state.backward)
+        _state.listener(name, x, layout, _state.source or source(), _state.backward)
+
+
+def source() -> str:
+    """The innermost line, outside this package and torch, of what runs: where the user called."""
+    if _state.source:
+        return _state.source
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+_INSIDE = tuple(os.path.dirname(str(path)) + os.sep for path in (__file__, optree.__file__, torch.__file__))
 
 
 @contextmanager
@@ -54,10 +73,10 @@ def paused() -> Iterator[None]:
 
 
 @contextmanager
-def derivative(source: str) -> Iterator[None]:
-    """What happens here is the backward pass of a collective called at `source`."""
+def derivative(called: str) -> Iterator[None]:
+    """What happens here is the backward pass of a collective that was called there."""
     before = _state.source, _state.backward
-    _state.source, _state.backward = source, True
+    _state.source, _state.backward = called, True
     try:
         yield
     finally:

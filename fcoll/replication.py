@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll import _torch, trees
+from fcoll import _torch, recorder, trees
 from fcoll.errors import FcollError
 from fcoll.specs import Entries
 
@@ -59,7 +59,7 @@ def _verify(label: str, entries: list[Entries], args: Any, leaves: Sequence[Tens
         return
     run = _runs[label]
     try:
-        with _torch.fakes():
+        with _torch.fakes(), recorder.paused():
             run([torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in looks], structure, entries)
     except FcollError:
         raise

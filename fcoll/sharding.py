@@ -9,7 +9,7 @@ and a replicated result leaves through `unvary`, whose transpose shares its one 
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -282,10 +282,14 @@ def _reorder(shape: Shape, y: Tensor, have: tuple[str, ...], want: tuple[str, ..
     """DTensor numbers blocks along several mesh axes in the mesh's order: exchange them if a spec has another."""
     if have == want:
         return y
-    sizes = [shape.sizes[shape.axis_names.index(name)] for name in have]
-    ranks = torch.arange(math.prod(sizes)).view(sizes).permute([have.index(name) for name in want]).flatten().tolist()
-    # rank `ranks[b]`, counted along `have`, is to hold block b; it is rank b, counted so, that has it
-    return bind("permute", y, _along(shape, have), tuple(enumerate(ranks)))
+    places = itertools.product(*[range(shape.sizes[shape.axis_names.index(name)]) for name in want])
+    moves = []
+    for block, place in enumerate(places):  # rank `block`, counted along `have`, has it; this one is to hold it:
+        rank = 0
+        for name in have:
+            rank = rank * shape.sizes[shape.axis_names.index(name)] + place[want.index(name)]
+        moves.append((block, rank))
+    return bind("permute", y, _along(shape, have), tuple(moves))
 
 
 def _placements(shape: Shape, spec: Entries) -> list[Any]:

@@ -29,6 +29,12 @@ def unflatten(spec: optree.PyTreeSpec, leaves: list[Any]) -> Any:
     return optree.tree_unflatten(spec, leaves)
 
 
+def map_leaves(f: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree of `f(leaf)`."""
+    flat, spec = flatten(tree)
+    return unflatten(spec, list(map(f, flat)))
+
+
 def leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
     """The leaves of a tree of something else than tensors; `is_leaf` tells them, None perhaps among them."""
     found: list[Any] = optree.tree_leaves(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)

@@ -1,0 +1,244 @@
+"""`fcoll.trace`: what a function communicates and what that costs, found on fake tensors, without communication."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcoll import _torch, axes, meshes, recorder, trees
+from fcoll.groups import PENDING, Layout
+from fcoll.meshes import Mesh
+from fcoll.primitives import PRIMITIVES
+
+Cost = Callable[[int, float], tuple[float, float]]
+"""(ranks, bytes that a rank puts in) -> (messages one after the other, bytes that the busiest rank sends)"""
+
+
+# Ring: to the next rank only, in n - 1 rounds. Direct: to each rank at once, so one round. The usual alpha-beta model:
+# Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005, section 3.
+_RING: dict[str, Cost] = {
+    "all_reduce": lambda n, b: (2 * (n - 1), 2 * b * (n - 1) / n),
+    "all_gather": lambda n, b: (n - 1, b * (n - 1)),
+    "reduce_scatter": lambda n, b: (n - 1, b * (n - 1) / n),
+    "all_to_all": lambda n, b: (n - 1, b * (n - 1) / 2),  # a block goes n/2 steps on average
+    "broadcast": lambda n, b: (n - 1, b),
+    "reduce": lambda n, b: (n - 1, b),
+    "gather": lambda n, b: (n - 1, b * (n - 1)),
+    "scatter": lambda n, b: (n - 1, b * (n - 1) / n),
+    "permute": lambda n, b: (1, b),
+}
+_DIRECT: dict[str, Cost] = {
+    "all_reduce": lambda n, b: (1, b * (n - 1)),
+    "all_gather": lambda n, b: (1, b * (n - 1)),
+    "reduce_scatter": lambda n, b: (1, b * (n - 1) / n),
+    "all_to_all": lambda n, b: (1, b * (n - 1) / n),
+    "broadcast": lambda n, b: (1, b * (n - 1)),
+    "reduce": lambda n, b: (1, b),
+    "gather": lambda n, b: (1, b),
+    "scatter": lambda n, b: (1, b * (n - 1) / n),
+    "permute": lambda n, b: (1, b),
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One collective, as one rank takes part in it.
+
+    Attributes:
+        collective: its public name.
+        axis: the group, as the program names it.
+        n: the number of ranks in the group.
+        shape, dtype: of what the rank puts in.
+        payload: the size of that, in bytes.
+        ring, direct: the bytes that the busiest rank sends, with each of the two algorithms.
+        phase: "forward" or "backward".
+        source: the line of the program that called for it, "file:line".
+    """
+
+    collective: str
+    axis: str
+    n: int
+    shape: tuple[int, ...]
+    dtype: str
+    payload: int
+    ring: int
+    direct: int
+    phase: str
+    source: str
+
+
+class Trace:
+    """What a program communicates, in order; made by `fcoll.trace`.
+
+    Print it for a table; a notebook shows one.
+
+    Attributes:
+        records: one `Record` per collective.
+    """
+
+    def __init__(self, records: list[Record]) -> None:
+        self.records = records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.records)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The records as plain dicts, which pandas.DataFrame takes."""
+        return [asdict(record) for record in self.records]
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """Per axis: how many collectives, and the sums of payload and wire bytes of one rank."""
+        found: dict[str, dict[str, int]] = {}
+        for record in self.records:
+            total = found.setdefault(record.axis, {"collectives": 0, "payload": 0, "ring": 0, "direct": 0})
+            total["collectives"] += 1
+            for key in ("payload", "ring", "direct"):
+                total[key] += getattr(record, key)
+        return found
+
+    def time(
+        self,
+        latency: float | Mapping[str, float] = 5e-6,
+        bandwidth: float | Mapping[str, float] = 25e9,
+        *,
+        algorithm: str = "best",
+    ) -> float:
+        """The seconds that the collectives take one after the other, by the alpha-beta model.
+
+        Args:
+            latency: seconds per message; a number, or one per axis.
+            bandwidth: bytes per second of one rank's link; a number, or one per axis.
+            algorithm: "ring", "direct", or "best", the faster for each collective.
+
+        Raises:
+            ValueError: another algorithm.
+            KeyError: an axis without a number.
+        """
+        if algorithm not in ("ring", "direct", "best"):
+            raise ValueError(f"algorithm is ring, direct or best, got {algorithm!r}")
+        total = 0.0
+        for record in self.records:
+            alpha = latency[record.axis] if isinstance(latency, Mapping) else latency
+            beta = bandwidth[record.axis] if isinstance(bandwidth, Mapping) else bandwidth
+            times = {}
+            for name, table in (("ring", _RING), ("direct", _DIRECT)):
+                messages, sent = table[record.collective](record.n, record.payload)
+                times[name] = messages * alpha + sent / beta
+            total += min(times.values()) if algorithm == "best" else times[algorithm]
+        return total
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self._table(), strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in self._table()]
+        return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:], *self._summary()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head, *rows = [[html.escape(cell) for cell in row] for row in self._table()]
+        body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+        heads = "".join(f"<th>{cell}</th>" for cell in head)
+        summary = "<br>".join(map(html.escape, self._summary()))
+        return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table><p>{summary}</p>"
+
+    def _table(self) -> list[list[str]]:
+        head = ["", "collective", "axis", "ranks", "puts in", "payload", "ring", "direct", "phase", "source"]
+        rows = []
+        for i, r in enumerate(self.records):
+            sizes = [_bytes(count) for count in (r.payload, r.ring, r.direct)]
+            what = f"{r.dtype}{list(r.shape)}"
+            rows.append([str(i), r.collective, r.axis, str(r.n), what, *sizes, r.phase, r.source])
+        return [head, *rows]
+
+    def _summary(self) -> list[str]:
+        lines = [
+            f"{axis}: {t['collectives']} collectives, payload {_bytes(t['payload'])}, "
+            f"sent per rank {_bytes(t['ring'])} (ring) or {_bytes(t['direct'])} (direct)"
+            for axis, t in self.totals().items()
+        ]
+        return lines or ["nothing is communicated"]
+
+
+def trace(f: Callable[..., Any], mesh: Mesh | None = None) -> Callable[..., Trace]:
+    """List what a function communicates, without running it: on fake tensors, for any size of mesh.
+
+    The collectives inside `fcoll.shard_map` are listed as one rank of its mesh makes them, virtual or not, those of
+    derivatives too. With `mesh`, f is itself one rank's program: the mesh's axis names are bound, and arguments are
+    that rank's own.
+
+    Args:
+        f: a function of trees of tensors.
+        mesh: a VirtualMesh or DeviceMesh.
+
+    Returns:
+        A function of the same arguments, of which only shapes, dtypes and devices matter, that returns a `Trace`.
+
+    Raises:
+        RuntimeError: f branches on data, which fake tensors have not.
+
+    Example:
+        >>> def loss(x, w):
+        ...     return fcoll.all_reduce((x @ w).sum(), "dp")
+        >>> found = fcoll.trace(loss, fcoll.virtual_mesh(dp=4096))(torch.ones(8, 2), torch.ones(2))
+        >>> [(r.collective, r.axis, r.n, r.payload) for r in found]
+        [('all_reduce', 'dp', 4096, 4)]
+        >>> found.totals()
+        {'dp': {'collectives': 1, 'payload': 4, 'ring': 8, 'direct': 16380}}
+    """
+    scope = meshes.named(meshes.shape_of("trace", mesh)) if mesh is not None else []
+
+    def traced(*args: Any, **kwargs: Any) -> Trace:
+        records: list[Record] = []
+
+        def listen(name: str, x: Tensor, layout: Layout, source: str, backward: bool) -> None:
+            record = _record(name, x, layout, source, backward)
+            if record is not None:
+                records.append(record)
+
+        with _torch.fakes():
+            fake_args, fake_kwargs = trees.map_leaves(_fake, (args, kwargs))
+            with axes.bound(scope), recorder.listening(listen):
+                f(*fake_args, **fake_kwargs)
+        return Trace(records)
+
+    return traced
+
+
+def _fake(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return fake.requires_grad_(leaf.requires_grad)
+
+
+def _record(name: str, x: Tensor, layout: Layout, source: str, backward: bool) -> Record | None:
+    collective = PRIMITIVES[name].wire
+    n = max(map(len, layout.partition)) if layout.partition else math.prod(layout.sizes)
+    if not collective or n == 1:
+        return None
+    shape = tuple(x.shape[sum(at != PENDING for at in layout.at) :])
+    payload = math.prod(shape) * x.element_size()
+    ring, direct = (math.ceil(table[collective](n, payload)[1]) for table in (_RING, _DIRECT))
+    dtype = str(x.dtype).removeprefix("torch.")
+    axis = layout.label.strip("()").replace("'", "").replace(" ", "")
+    return Record(
+        collective, axis, n, shape, dtype, payload, ring, direct, "backward" if backward else "forward", source
+    )
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
