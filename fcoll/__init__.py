@@ -2,9 +2,10 @@
 
 from fcoll import functional, lax
 from fcoll._version import __version__
+from fcoll.compiling import compile
 from fcoll.errors import CollectiveTypeError, CollectiveValueError, FcollError, UnboundAxisError
 from fcoll.functional import *
-from fcoll.groups import WORLD, Group, group, subgroups
+from fcoll.groups import WORLD, Group, GroupLike, group, subgroups
 from fcoll.maps import vmap
 from fcoll.meshes import VirtualMesh, bind, mesh, virtual_mesh
 from fcoll.sharding import shard_map
@@ -17,12 +18,14 @@ __all__ = [
     "CollectiveValueError",
     "FcollError",
     "Group",
+    "GroupLike",
     "P",
     "Trace",
     "UnboundAxisError",
     "VirtualMesh",
     "__version__",
     "bind",
+    "compile",
     "functional",
     "group",
     "lax",

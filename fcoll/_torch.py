@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -124,6 +124,13 @@ def fakes() -> Iterator[None]:
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield
+
+
+def mark_cacheable(names: Sequence[str], version: str) -> None:
+    """Let torch's compile caches keep graphs that hold these functions, as long as `version` is the same."""
+    from torch._inductor import config
+
+    config.unsafe_marked_cacheable_functions.update(dict.fromkeys(names, version))
 
 
 def traced_error(kind: type[Exception]) -> type[Exception]:

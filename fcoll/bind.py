@@ -26,11 +26,11 @@ def bind(name: str, x: Tensor, axis: Axis, *params: Any) -> Tensor:
     if layout.process and not _torch.transforming() and not (x.requires_grad and torch.is_grad_enabled()):
         recorder.tell(name, x, layout)
         return PRIMITIVES[name].on_process(x, process_of(layout), *params)
-    return _apply(x, name, params, layout, *tokens)
+    return _apply(x, name, params, tuple(layout), *tokens)
 
 
 @_torch.allow_in_graph  # Dynamo would drop the vmap rule of a Function that it traces into
-def _apply(x: Tensor, name: str, params: Params, layout: Layout, *tokens: Tensor) -> Tensor:
+def _apply(x: Tensor, name: str, params: Params, layout: tuple[Any, ...], *tokens: Tensor) -> Tensor:
     return _bind(x, name, params, Layout(*layout), *tokens)
 
 

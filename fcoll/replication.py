@@ -46,9 +46,21 @@ def verify(label: str, entries: list[Entries], args: tuple[Any, ...], leaves: Se
 
 @_torch.allow_in_graph  # so that it runs, on Dynamo's fake tensors, while Dynamo traces its caller
 def _in_graph(label: str, entries: Any, args: Any) -> Tensor:
+    args = _thawed(args)
     leaves = [leaf if isinstance(leaf, Tensor) else torch.tensor(leaf) for leaf in trees.flatten(args)[0]]
     _verify(label, list(entries), args, leaves)
     return torch.zeros(())
+
+
+def _thawed(tree: Any) -> Any:
+    """The tree without the immutable containers of a graph, which optree does not know."""
+    if isinstance(tree, dict):
+        return {key: _thawed(value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*map(_thawed, tree))
+    if isinstance(tree, (list, tuple)):
+        return (list if isinstance(tree, list) else tuple)(map(_thawed, tree))
+    return tree
 
 
 def _verify(label: str, entries: list[Entries], args: Any, leaves: Sequence[Tensor]) -> None:

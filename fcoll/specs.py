@@ -90,7 +90,7 @@ def to_ranks(x: Tensor, entries: Entries, names: Sequence[str], sizes: Sequence[
             where[name] = at + i
         kept.append(at + len(entry))
     kept.extend(range(len(entries) + len(where), x.ndim))
-    return x.permute(*[where[name] for name in names if name in where], *kept)
+    return x.permute([*[where[name] for name in names if name in where], *kept])
 
 
 def from_ranks(y: Tensor, entries: Entries, names: Sequence[str]) -> Tensor:

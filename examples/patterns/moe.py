@@ -15,7 +15,7 @@ import fcoll
 from fcoll import P
 from fcoll.groups import GroupLike
 
-TOKENS, WIDTH, HIDDEN, EXPERTS, CAPACITY = 6, 3, 5, 2, 2  # of tokens and experts: per rank
+TOKENS, WIDTH, HIDDEN, EXPERTS, CAPACITY = 12, 3, 5, 2, 2  # of tokens and experts: per rank
 SPECS = {"x": P("ep"), "target": P("ep"), "router": P(), "w1": P("ep"), "w2": P("ep")}
 
 

@@ -63,6 +63,20 @@ def wanted(case: Case) -> list[str]:
     return [name for name in QUANTITIES if name in case]
 
 
+def together(cases: Sequence[Case]) -> list[Case]:
+    """Cases within the same maps and with the same quantities as one case each, a list of functions of lists: a
+    transform or a compilation of all costs little more than that of one."""
+    batches: dict[Any, list[Case]] = {}
+    for case in cases:
+        batches.setdefault((str(case["levels"]), *wanted(case), "vjp_global" in case), []).append(case)
+    return [_merged(batch) for batch in batches.values()]
+
+
+def _merged(batch: list[Case]) -> Case:
+    keys = [key for key in ("in", "ct", "tan", *QUANTITIES, "vjp_global") if key in batch[0]]
+    return {"parts": batch, "levels": batch[0]["levels"], **{key: [case[key] for case in batch] for key in keys}}
+
+
 def _levels(case: Case) -> Case:
     """The mesh as a nest of maps; `in` without mesh dims is mapped over nowhere."""
     if "nest" not in case:
@@ -134,6 +148,9 @@ def by_name(axis_name: Any) -> Any:
 
 def local(case: Case, groups: Groups = by_name) -> Function:
     """The collective, as one rank calls it."""
+    if "parts" in case:
+        fs = [local(part, groups) for part in case["parts"]]
+        return lambda xs: [f(x) for f, x in zip(fs, xs, strict=True)]
     params = {key: value for key, value in case["params"].items() if key != "axis_name"}
     group = groups(case["params"]["axis_name"])
     op = case["op"]
@@ -322,6 +339,8 @@ def _mesh(names: tuple[str, ...], sizes: tuple[int, ...]) -> dist.DeviceMesh:
 
 def _ranked(case: Case) -> Case:
     """A result that is returned once, spread over the ranks: one of them has its cotangent, the others none."""
+    if "parts" in case:
+        return _merged([_ranked(part) for part in case["parts"]])
     levels: list[Level] = case["levels"]
     if all(level.out_axis is not None for level in levels):
         return case
