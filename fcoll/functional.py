@@ -18,6 +18,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fcoll import groups, trees
 from fcoll.bind import bind
@@ -439,6 +440,8 @@ class _Leaves(Generic[Tree]):
         for i, leaf in enumerate(self.leaves):
             if not isinstance(leaf, Tensor):
                 self.leaves[i] = self._number(i, leaf)
+            elif isinstance(leaf, DTensor):
+                self.fail(i, "type", "is a DTensor; send its .to_local(), or use fcoll.shard_map")
             elif leaf.layout != torch.strided:
                 self.fail(i, "type", "is {}; only strided tensors can be sent: use .to_dense()", str(leaf.layout))
 

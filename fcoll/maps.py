@@ -139,7 +139,7 @@ def _result(value: Any, place: int | None, out: Any, i: int, axis_name: str) -> 
         where = trees.path(out, i, "out")
         return replicated(
             value,
-            "vmap: out_dims=None for {}, which varies over {!r} (what invariant=True or vary gave counts as such here); "
+            "vmap: out_dims=None for {}, which varies over {!r} (as what invariant=True or vary gives does here); "
             "reduce it over that axis, or set its axis in out_dims",
             where, axis_name,
         )  # fmt: skip
