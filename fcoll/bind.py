@@ -44,7 +44,7 @@ class _Bind(torch.autograd.Function):
             raise RuntimeError(f"{name}: a value of an emulated axis was used outside the fcoll.vmap that binds it")
         y = _on_stack(x, name, params, layout)
         if _once(PRIMITIVES[name], layout):  # a cotangent would lack the ranks' axes
-            y = y.expand(*x.shape[: _stacked(layout)], *y.shape).contiguous()
+            y = y.expand((*x.shape[: _stacked(layout)], *y.shape)).contiguous()
         return y
 
     @staticmethod

@@ -13,17 +13,17 @@ dtype that the collective is not defined for, `NameError` for an unbound axis na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, NoReturn, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fcoll import groups, trees
+from fcoll import groups
 from fcoll.bind import bind
+from fcoll.blocks import join_blocks, split_blocks
+from fcoll.calls import RECORDS, Call, Fused
 from fcoll.errors import fail
-from fcoll.groups import Axis, GroupLike
+from fcoll.groups import GroupLike
 
 __all__ = [
     "all_gather",
@@ -69,11 +69,11 @@ def all_reduce(tree: Tree, group: GroupLike, op: str = "sum", *, invariant: bool
         >>> fcoll.vmap(lambda x: fcoll.all_reduce(x, "i", "max"), axis_name="i")(torch.tensor([1, 3, 2]))
         tensor([3, 3, 3])
     """
-    call = _Leaves("all_reduce", tree, group)
+    call = Call("all_reduce", tree, group)
     call.check_op(op)
     suffix = "_invariant" if invariant and op not in ("any", "all") else ""
-    name = _RECORDS[op] + suffix
-    return call.run(lambda x: bind(name, x, call.axis, op))
+    name = RECORDS[op] + suffix
+    return call.run_elementwise(lambda x: bind(name, x, call.axis, op))
 
 
 def all_gather(tree: Tree, group: GroupLike, axis: int = 0, *, tiled: bool = True, invariant: bool = False) -> Tree:
@@ -97,10 +97,18 @@ def all_gather(tree: Tree, group: GroupLike, axis: int = 0, *, tiled: bool = Tru
         >>> fcoll.vmap(lambda x: fcoll.all_gather(x, "i"), axis_name="i", out_dims=None)(torch.tensor([[1], [2]]))
         tensor([1, 2])
     """
-    call = _Leaves("all_gather", tree, group)
+    call = Call("all_gather", tree, group)
     axes = [call.axis_of(i, "axis", axis, inserted=not tiled) for i in call.indices]
     name = "all_gather_invariant" if invariant else "all_gather"
-    return call.run(lambda x, a: bind(name, x, call.axis, a, tiled), axes)
+
+    def finish(gathered: Tensor, a: int) -> Tensor:
+        return join_blocks(gathered, a, tiled)
+
+    return call.run(
+        lambda x, a: bind(name, x, call.axis, a, tiled),
+        axes,
+        Fused(0, lambda x, a: x, lambda flat: bind(name, flat, call.axis, 0, False), finish),
+    )
 
 
 def reduce_scatter(tree: Tree, group: GroupLike, axis: int = 0, op: str = "sum", *, tiled: bool = True) -> Tree:
@@ -125,13 +133,19 @@ def reduce_scatter(tree: Tree, group: GroupLike, axis: int = 0, op: str = "sum",
         tensor([[0, 2],
                 [4, 6]])
     """
-    call = _Leaves("reduce_scatter", tree, group)
+    call = Call("reduce_scatter", tree, group)
     call.check_op(op, among=("sum", "mean", "max", "min"))
     axes = [call.blocks_of(i, "axis", axis, tiled) for i in call.indices]
-    if op == "sum":
-        return call.run(lambda x, a: bind("reduce_scatter", x, call.axis, a, tiled), axes)
-    if op == "mean":
-        return call.run(lambda x, a: bind("reduce_scatter", x / call.axis.n, call.axis, a, tiled), axes)
+    if op in ("sum", "mean"):
+
+        def send(x: Tensor, a: int, tiled: bool) -> Tensor:
+            return bind("reduce_scatter", x / call.axis.n if op == "mean" else x, call.axis, a, tiled)
+
+        return call.run(
+            lambda x, a: send(x, a, tiled),
+            axes,
+            Fused(1, lambda x, a: split_blocks(x, call.axis.n, a, tiled), lambda flat: send(flat, 0, False)),
+        )
 
     def extremum(x: Tensor, a: int) -> Tensor:  # each rank reduces what it received
         if tiled:
@@ -165,12 +179,23 @@ def all_to_all(tree: Tree, group: GroupLike, split_axis: int = 0, concat_axis: i
         tensor([[0, 2],
                 [1, 3]])
     """
-    call = _Leaves("all_to_all", tree, group)
+    call = Call("all_to_all", tree, group)
     axes = [
         (call.blocks_of(i, "split_axis", split_axis, tiled), call.axis_of(i, "concat_axis", concat_axis))
         for i in call.indices
     ]
-    return call.run(lambda x, pair: bind("all_to_all", x, call.axis, *pair, tiled), axes)
+
+    def cut(x: Tensor, pair: tuple[int, int]) -> Tensor:
+        return split_blocks(x, call.axis.n, pair[0], tiled)
+
+    def finish(blocks: Tensor, pair: tuple[int, int]) -> Tensor:
+        return join_blocks(blocks, pair[1], tiled)
+
+    return call.run(
+        lambda x, pair: bind("all_to_all", x, call.axis, *pair, tiled),
+        axes,
+        Fused(1, cut, lambda flat: bind("all_to_all", flat, call.axis, 0, 0, False), finish),
+    )
 
 
 def broadcast(tree: Tree, group: GroupLike, src: int = 0) -> Tree:
@@ -190,9 +215,9 @@ def broadcast(tree: Tree, group: GroupLike, src: int = 0) -> Tree:
         >>> fcoll.vmap(lambda x: fcoll.broadcast(x, "i", src=1), axis_name="i")(torch.tensor([5, 6, 7]))
         tensor([6, 6, 6])
     """
-    call = _Leaves("broadcast", tree, group)
+    call = Call("broadcast", tree, group)
     root = call.root("src", src)
-    return call.run(lambda x: bind("broadcast", x, call.axis, root))
+    return call.run_elementwise(lambda x: bind("broadcast", x, call.axis, root))
 
 
 def reduce(tree: Tree, group: GroupLike, dst: int = 0, op: str = "sum") -> Tree:
@@ -213,14 +238,14 @@ def reduce(tree: Tree, group: GroupLike, dst: int = 0, op: str = "sum") -> Tree:
         >>> fcoll.vmap(lambda x: fcoll.reduce(x, "i", dst=1), axis_name="i")(torch.tensor([5, 6, 7]))
         tensor([ 0, 18,  0])
     """
-    call = _Leaves("reduce", tree, group)
+    call = Call("reduce", tree, group)
     root = call.root("dst", dst)
     call.check_op(op)
     if op == "sum":
-        return call.run(lambda x: bind("reduce", x, call.axis, root))
+        return call.run_elementwise(lambda x: bind("reduce", x, call.axis, root))
     if op == "mean":
-        return call.run(lambda x: bind("reduce", x, call.axis, root) / call.axis.n)
-    return call.run(lambda x: bind("only_at", bind(_RECORDS[op], x, call.axis, op), call.axis, root))
+        return call.run_elementwise(lambda x: bind("reduce", x, call.axis, root) / call.axis.n)
+    return call.run_elementwise(lambda x: bind("only_at", bind(RECORDS[op], x, call.axis, op), call.axis, root))
 
 
 def gather(tree: Tree, group: GroupLike, dst: int = 0, axis: int = 0, *, tiled: bool = True) -> Tree:
@@ -243,7 +268,7 @@ def gather(tree: Tree, group: GroupLike, dst: int = 0, axis: int = 0, *, tiled: 
         tensor([[1, 2],
                 [0, 0]])
     """
-    call = _Leaves("gather", tree, group)
+    call = Call("gather", tree, group)
     root = call.root("dst", dst)
     axes = [call.axis_of(i, "axis", axis, inserted=not tiled) for i in call.indices]
     return call.run(lambda x, a: bind("gather", x, call.axis, a, tiled, root), axes)
@@ -272,7 +297,7 @@ def scatter(tree: Tree, group: GroupLike, src: int = 0, axis: int = 0, *, tiled:
         tensor([[1],
                 [2]])
     """
-    call = _Leaves("scatter", tree, group)
+    call = Call("scatter", tree, group)
     root = call.root("src", src)
     axes = [call.blocks_of(i, "axis", axis, tiled) for i in call.indices]
     return call.run(lambda x, a: bind("scatter", x, call.axis, a, tiled, root), axes)
@@ -295,9 +320,9 @@ def permute(tree: Tree, group: GroupLike, perm: Sequence[tuple[int, int]]) -> Tr
         >>> fcoll.vmap(lambda x: fcoll.permute(x, "i", [(0, 2)]), axis_name="i")(torch.tensor([5, 6, 7]))
         tensor([0, 0, 5])
     """
-    call = _Leaves("permute", tree, group)
+    call = Call("permute", tree, group)
     pairs = call.pairs(perm)
-    return call.run(lambda x: bind("permute", x, call.axis, pairs))
+    return call.run_elementwise(lambda x: bind("permute", x, call.axis, pairs))
 
 
 def shift(tree: Tree, group: GroupLike, offset: int = 1, *, wrap: bool = True) -> Tree:
@@ -319,13 +344,13 @@ def shift(tree: Tree, group: GroupLike, offset: int = 1, *, wrap: bool = True) -
         >>> fcoll.vmap(lambda x: fcoll.shift(x, "i"), axis_name="i")(torch.tensor([5, 6, 7]))
         tensor([7, 5, 6])
     """
-    call = _Leaves("shift", tree, group)
+    call = Call("shift", tree, group)
     if not isinstance(offset, int):
         fail("type", "shift: offset is an integer, got {}", type(offset).__name__)
     n = call.axis.n
     moves = [(source, source + offset) for source in range(n)]
     pairs = tuple((s, d % n) for s, d in moves if wrap or 0 <= d < n)
-    return call.run(lambda x: bind("permute", x, call.axis, pairs))
+    return call.run_elementwise(lambda x: bind("permute", x, call.axis, pairs))
 
 
 def vary(tree: Tree, group: GroupLike) -> Tree:
@@ -347,7 +372,7 @@ def vary(tree: Tree, group: GroupLike) -> Tree:
         >>> grad(torch.tensor(1.0), torch.tensor([2.0, 3.0]))
         tensor([5., 5.])
     """
-    call = _Leaves("vary", tree, group)
+    call = Call("vary", tree, group)
     parts = groups.split_parts(call.axis)
 
     def each(x: Tensor) -> Tensor:
@@ -355,7 +380,7 @@ def vary(tree: Tree, group: GroupLike) -> Tree:
             x = bind("vary", x, part, "sum")
         return x
 
-    return call.run(each)
+    return call.run_elementwise(each)
 
 
 def split(tree: Tree, group: GroupLike, axis: int = 0, *, tiled: bool = True) -> Tree:
@@ -378,7 +403,7 @@ def split(tree: Tree, group: GroupLike, axis: int = 0, *, tiled: bool = True) ->
         tensor([[0, 1],
                 [2, 3]])
     """
-    call = _Leaves("split", tree, group)
+    call = Call("split", tree, group)
     axes = [call.blocks_of(i, "axis", axis, tiled) for i in call.indices]
     parts = groups.split_parts(call.axis)
 
@@ -416,134 +441,3 @@ def axis_size(group: GroupLike) -> int:
     if len(set(map(len, axis.layout.partition))) > 1:
         fail("value", "axis_size: the subgroups of {} have different sizes", axis.label)
     return axis.n
-
-
-_RECORDS = {
-    "sum": "all_reduce",
-    "mean": "all_reduce",
-    "max": "extremum",
-    "min": "extremum",
-    "prod": "product",
-    "any": "truth",
-    "all": "truth",
-}
-
-
-class _Leaves(Generic[Tree]):
-    """One call: its leaves, its axis, and the checks of both, each of which names the leaf."""
-
-    def __init__(self, function: str, tree: Tree, group: GroupLike) -> None:
-        self.function, self.tree = function, tree
-        self.axis: Axis = groups.resolve(function, group)
-        self.leaves, self.spec = trees.flatten(tree)
-        self.indices = range(len(self.leaves))
-        for i, leaf in enumerate(self.leaves):
-            if not isinstance(leaf, Tensor):
-                self.leaves[i] = self._number(i, leaf)
-            elif isinstance(leaf, DTensor):
-                self.fail(i, "type", "is a DTensor; send its .to_local(), or use fcoll.shard_map")
-            elif leaf.layout != torch.strided:
-                self.fail(i, "type", "is {}; only strided tensors can be sent: use .to_dense()", str(leaf.layout))
-
-    def run(self, each: Callable[..., Tensor], arguments: Sequence[Any] | None = None) -> Tree:
-        """The tree of `each(leaf)`, or `each(leaf, its argument)`."""
-        if arguments is None:
-            results = [each(leaf) for leaf in self.leaves]
-        else:
-            results = [each(leaf, argument) for leaf, argument in zip(self.leaves, arguments, strict=True)]
-        result: Tree = trees.unflatten(self.spec, results)
-        return result
-
-    def fail(self, i: int, kind: str, template: str, *details: object) -> NoReturn:
-        fail(kind, "{}: {} " + template, self.function, trees.path(self.tree, i), *details)
-
-    def _number(self, i: int, leaf: Any) -> Tensor:
-        if isinstance(leaf, (bool, int, float, complex)):
-            return torch.tensor(leaf)
-        self.fail(i, "type", "is a {}; leaves are tensors, numbers and None", type(leaf).__name__)
-
-    def axis_of(self, i: int, name: str, axis: int, *, inserted: bool = False) -> int:
-        """`axis`, counted from the front; `inserted` where it is one that the result has and the leaf has not."""
-        self._even()
-        leaf = self.leaves[i]
-        if not isinstance(axis, int) or isinstance(axis, bool):
-            fail("type", "{}: {} is an integer, got {}", self.function, name, type(axis).__name__)
-        ndim = leaf.ndim + inserted
-        if not -ndim <= axis < ndim:
-            remedy = f"use one from {-ndim} to {ndim - 1}" if ndim else "a 0-d tensor has no axis; use tiled=False"
-            self.fail(i, "value", "has shape {}: {}={} is out of range; {}", leaf.shape, name, axis, remedy)
-        return axis + ndim if axis < 0 else axis
-
-    def blocks_of(self, i: int, name: str, axis: int, tiled: bool) -> int:
-        """`axis`, counted from the front, along which the leaf is cut into n blocks."""
-        leaf, n = self.leaves[i], self.axis.n
-        axis = self.axis_of(i, name, axis)
-        size = leaf.shape[axis]
-        if tiled and size % n:
-            self.fail(
-                i, "value", "has shape {}: size {} along {}={} is not a multiple of the {} ranks of {}; pad it",
-                leaf.shape, size, name, axis, n, self.axis.label,
-            )  # fmt: skip
-        if not tiled and size != n:
-            self.fail(
-                i, "value",
-                "has shape {}: size {} along {}={} must be {}, the number of ranks of {}; or use tiled=True",
-                leaf.shape, size, name, axis, n, self.axis.label,
-            )  # fmt: skip
-        return axis
-
-    def _even(self) -> None:
-        if len(set(map(len, self.axis.layout.partition))) > 1:
-            fail("value", "{}: the subgroups of {} have different sizes", self.function, self.axis.label)
-
-    def check_op(self, op: str, among: Sequence[str] = tuple(_RECORDS)) -> None:
-        """The operation exists, and for every leaf's dtype."""
-        if op not in among:
-            fail("value", "{}: op is one of {}, got {!r}", self.function, ", ".join(among), op)
-        if op == "prod":
-            self._even()
-        for i, leaf in enumerate(self.leaves):
-            dtype = leaf.dtype
-            if op in ("any", "all"):
-                self.leaves[i] = leaf if dtype == torch.bool else leaf != 0
-            elif dtype == torch.bool and op in ("sum", "mean", "prod"):
-                self.fail(i, "type", "is bool, which has no {}; use any or all, or convert it", op)
-            elif op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-                self.fail(i, "type", "is {}, which has no mean; convert it to a floating dtype", str(dtype))
-            elif op in ("max", "min") and dtype.is_complex:
-                self.fail(i, "type", "is {}, which has no order and so no {}", str(dtype), op)
-            elif dtype in _ONLY_MOVED:
-                self.fail(i, "type", "is {}, which torch can move but not reduce; convert it", str(dtype))
-
-    def root(self, name: str, rank: int) -> int:
-        """A rank of the group."""
-        if not isinstance(rank, int) or isinstance(rank, bool):
-            fail("type", "{}: {} is an integer, got {}", self.function, name, type(rank).__name__)
-        n = min(map(len, self.axis.layout.partition)) if self.axis.layout.partition else self.axis.n
-        if not 0 <= rank < n:
-            fail(
-                "value", "{}: {}={} is not a rank of {}: they go from 0 to {}, counted within the group",
-                self.function, name, rank, self.axis.label, n - 1,
-            )  # fmt: skip
-        return rank
-
-    def pairs(self, perm: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """A permutation, whole or in part."""
-        self._even()
-        pairs = tuple((int(source), int(destination)) for source, destination in perm)
-        for what, ranks in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
-            for rank in ranks:
-                if not 0 <= rank < self.axis.n:
-                    fail(
-                        "value", "{}: {} {} in perm is not a rank of {}: they go from 0 to {}",
-                        self.function, what, rank, self.axis.label, self.axis.n - 1,
-                    )  # fmt: skip
-            if len(set(ranks)) != len(ranks):
-                fail("value", "{}: each {} in perm occurs once, got {}", self.function, what, str(pairs))
-        return pairs
-
-
-_ONLY_MOVED = {
-    torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-}  # fmt: skip

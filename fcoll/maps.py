@@ -51,7 +51,7 @@ def vmap(
     if not isinstance(axis_name, str):
         fail("type", "vmap: axis_name is a string, got {}", type(axis_name).__name__)
 
-    @functools.wraps(f)
+    @functools.wraps(f, updated=())  # what f carries, compiled or a module, stays with it
     def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = trees.flatten(args)
         dims = _in_dims(in_dims, args)

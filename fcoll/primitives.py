@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fcoll import engine
+from fcoll.blocks import join_blocks, split_blocks
 from fcoll.engine import Process
 
 Params = tuple[Any, ...]
@@ -60,19 +61,6 @@ class Primitive:
     def shift(self, params: Params, by: int = 1) -> Params:
         """The params after `by` axes were put in front."""
         return tuple(p + by if i in self.axes else p for i, p in enumerate(params))
-
-
-# Pieces along an axis. Sizes are written out, since -1 has no meaning for empty tensors.
-
-
-def split_blocks(x: Tensor, n: int, axis: int, tiled: bool) -> Tensor:
-    """The n blocks along `axis`, on a new axis 0; untiled, `axis` itself holds them."""
-    return x.unflatten(axis, (n, x.shape[axis] // n)).movedim(axis, 0) if tiled else x.movedim(axis, 0)
-
-
-def join_blocks(blocks: Tensor, axis: int, tiled: bool) -> Tensor:
-    """The blocks on axis 0 side by side along `axis`; untiled, along a new axis."""
-    return blocks.movedim(0, axis).flatten(axis, axis + 1) if tiled else blocks.movedim(0, axis)
 
 
 def own_block(stack: Tensor, n: int, axis: int, tiled: bool) -> Tensor:

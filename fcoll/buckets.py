@@ -1,0 +1,48 @@
+"""Buckets: small leaves of a tree travel together, since a message costs far more than its bytes.
+
+Two hundred leaves of 1 KiB, one by one, take a hundred times as long as together. Large leaves travel uncopied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SMALL = 1 << 20  # bytes: a leaf from this size on travels alone
+FULL = 25 << 20  # bytes: no bucket is larger
+
+
+def plan(leaves: Sequence[Tensor]) -> list[list[int]]:
+    """Which leaves travel together: in order, alike in dtype, device and in whether they need a gradient."""
+    buckets: list[list[int]] = []
+    opened: dict[Any, tuple[list[int], int]] = {}
+    for i, leaf in enumerate(leaves):
+        size = leaf.numel() * leaf.element_size()
+        if size >= SMALL:
+            buckets.append([i])
+            continue
+        key = (leaf.dtype, leaf.device, leaf.requires_grad)
+        bucket, filled = opened.get(key, ([], FULL))
+        if filled + size > FULL:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(i)
+        opened[key] = (bucket, filled + size)
+    return buckets
+
+
+def together(parts: Sequence[Tensor], send: Callable[[Tensor], Tensor], lead: int) -> list[Tensor]:
+    """The results of `send` for each part, from one call. It may change the `lead` axes in front, not what follows."""
+    shapes = [part.shape[lead:] for part in parts]
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = [part.reshape((*part.shape[:lead], size)) for part, size in zip(parts, sizes, strict=True)]
+    y = send(torch.cat(flat, -1))
+    results, start = [], 0
+    for shape, size in zip(shapes, sizes, strict=True):  # narrow, not split: its views may be changed in place
+        results.append(y.narrow(-1, start, size).reshape((*y.shape[:-1], *shape)))
+        start += size
+    return results

@@ -1,0 +1,171 @@
+"""One call of a public function: its leaves, its group, the checks of both, and how small leaves travel together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fcoll import buckets, groups, trees
+from fcoll.errors import fail
+from fcoll.groups import Axis, GroupLike
+
+Tree = TypeVar("Tree")
+
+RECORDS = {
+    "sum": "all_reduce",
+    "mean": "all_reduce",
+    "max": "extremum",
+    "min": "extremum",
+    "prod": "product",
+    "any": "truth",
+    "all": "truth",
+}
+"""Which record does an op."""
+
+
+class Fused(NamedTuple):
+    """How leaves travel together: `pack` keeps `lead` axes in front, `send` acts on all at once, `finish` unpacks."""
+
+    lead: int
+    pack: Callable[[Tensor, Any], Tensor]
+    send: Callable[[Tensor], Tensor]
+    finish: Callable[[Tensor, Any], Tensor] = lambda y, _: y
+
+
+class Call(Generic[Tree]):
+    """One call: its leaves, its axis, and the checks of both, each of which names the leaf."""
+
+    def __init__(self, function: str, tree: Tree, group: GroupLike) -> None:
+        self.function, self.tree = function, tree
+        self.axis: Axis = groups.resolve(function, group)
+        self.leaves, self.spec = trees.flatten(tree)
+        self.indices = range(len(self.leaves))
+        for i, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, Tensor):
+                self.leaves[i] = self._number(i, leaf)
+            elif isinstance(leaf, DTensor):
+                self.fail(i, "type", "is a DTensor; send its .to_local(), or use fcoll.shard_map")
+            elif leaf.layout != torch.strided:
+                self.fail(i, "type", "is {}; only strided tensors can be sent: use .to_dense()", str(leaf.layout))
+
+    def run_elementwise(self, each: Callable[[Tensor], Tensor]) -> Tree:
+        """The tree of `each(leaf)`, where `each` keeps elements in their places."""
+        return self.run(lambda x, _: each(x), [None] * len(self.leaves), Fused(0, lambda x, _: x, each))
+
+    def run(self, each: Callable[[Tensor, Any], Tensor], arguments: Sequence[Any], fused: Fused | None = None) -> Tree:
+        """The tree of `each(leaf, its argument)`; on processes, small leaves together if it is said how."""
+        apart = fused is None or not self.axis.layout.process or len(self.leaves) < 2
+        results: list[Any] = [None] * len(self.leaves)
+        for bucket in [[i] for i in self.indices] if apart else buckets.plan(self.leaves):
+            if fused is None or len(bucket) == 1:
+                for i in bucket:
+                    results[i] = each(self.leaves[i], arguments[i])
+                continue
+            parts = [fused.pack(self.leaves[i], arguments[i]) for i in bucket]
+            for i, part in zip(bucket, buckets.together(parts, fused.send, fused.lead), strict=True):
+                results[i] = fused.finish(part, arguments[i])
+        result: Tree = trees.unflatten(self.spec, results)
+        return result
+
+    def fail(self, i: int, kind: str, template: str, *details: object) -> NoReturn:
+        fail(kind, "{}: {} " + template, self.function, trees.path(self.tree, i), *details)
+
+    def _number(self, i: int, leaf: Any) -> Tensor:
+        if isinstance(leaf, (bool, int, float, complex)):
+            return torch.tensor(leaf)
+        self.fail(i, "type", "is a {}; leaves are tensors, numbers and None", type(leaf).__name__)
+
+    def axis_of(self, i: int, name: str, axis: int, *, inserted: bool = False) -> int:
+        """`axis`, counted from the front; `inserted` where it is one that the result has and the leaf has not."""
+        self._even()
+        leaf = self.leaves[i]
+        if not isinstance(axis, int) or isinstance(axis, bool):
+            fail("type", "{}: {} is an integer, got {}", self.function, name, type(axis).__name__)
+        ndim = leaf.ndim + inserted
+        if not -ndim <= axis < ndim:
+            remedy = f"use one from {-ndim} to {ndim - 1}" if ndim else "a 0-d tensor has no axis; use tiled=False"
+            self.fail(i, "value", "has shape {}: {}={} is out of range; {}", leaf.shape, name, axis, remedy)
+        return axis + ndim if axis < 0 else axis
+
+    def blocks_of(self, i: int, name: str, axis: int, tiled: bool) -> int:
+        """`axis`, counted from the front, along which the leaf is cut into n blocks."""
+        leaf, n = self.leaves[i], self.axis.n
+        axis = self.axis_of(i, name, axis)
+        size = leaf.shape[axis]
+        if tiled and size % n:
+            self.fail(
+                i, "value", "has shape {}: size {} along {}={} is not a multiple of the {} ranks of {}; pad it",
+                leaf.shape, size, name, axis, n, self.axis.label,
+            )  # fmt: skip
+        if not tiled and size != n:
+            self.fail(
+                i, "value",
+                "has shape {}: size {} along {}={} must be {}, the number of ranks of {}; or use tiled=True",
+                leaf.shape, size, name, axis, n, self.axis.label,
+            )  # fmt: skip
+        return axis
+
+    def _even(self) -> None:
+        if len(set(map(len, self.axis.layout.partition))) > 1:
+            fail("value", "{}: the subgroups of {} have different sizes", self.function, self.axis.label)
+
+    def check_op(self, op: str, among: Sequence[str] = tuple(RECORDS)) -> None:
+        """The operation exists, and for every leaf's dtype."""
+        if op not in among:
+            fail("value", "{}: op is one of {}, got {!r}", self.function, ", ".join(among), op)
+        if op == "prod":
+            self._even()
+        for i, leaf in enumerate(self.leaves):
+            dtype = leaf.dtype
+            if op in ("any", "all"):
+                self.leaves[i] = leaf if dtype == torch.bool else leaf != 0
+            elif dtype == torch.bool and op in ("sum", "mean", "prod"):
+                self.fail(i, "type", "is bool, which has no {}; use any or all, or convert it", op)
+            elif op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+                self.fail(i, "type", "is {}, which has no mean; convert it to a floating dtype", str(dtype))
+            elif op in ("max", "min") and dtype.is_complex:
+                self.fail(i, "type", "is {}, which has no order and so no {}", str(dtype), op)
+            elif dtype in _ONLY_MOVED:
+                self.fail(i, "type", "is {}, which torch can move but not reduce; convert it", str(dtype))
+
+    def root(self, name: str, rank: int) -> int:
+        """A rank of the group."""
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            fail("type", "{}: {} is an integer, got {}", self.function, name, type(rank).__name__)
+        n = min(map(len, self.axis.layout.partition)) if self.axis.layout.partition else self.axis.n
+        if not 0 <= rank < n:
+            fail(
+                "value", "{}: {}={} is not a rank of {}: they go from 0 to {}, counted within the group",
+                self.function, name, rank, self.axis.label, n - 1,
+            )  # fmt: skip
+        return rank
+
+    def pairs(self, perm: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """A permutation, whole or in part."""
+        self._even()
+        if not isinstance(perm, (list, tuple)):
+            fail("type", "{}: perm lists (source, destination) pairs, got {}", self.function, type(perm).__name__)
+        for pair in perm:
+            if not isinstance(pair, (list, tuple)) or [type(rank) for rank in pair] != [int, int]:
+                fail("type", "{}: perm holds pairs of integers (source, destination), got {}", self.function, str(pair))
+        pairs = tuple((source, destination) for source, destination in perm)
+        for what, ranks in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
+            for rank in ranks:
+                if not 0 <= rank < self.axis.n:
+                    fail(
+                        "value", "{}: {} {} in perm is not a rank of {}: they go from 0 to {}",
+                        self.function, what, rank, self.axis.label, self.axis.n - 1,
+                    )  # fmt: skip
+            if len(set(ranks)) != len(ranks):
+                fail("value", "{}: each {} in perm occurs once, got {}", self.function, what, str(pairs))
+        return pairs
+
+
+_ONLY_MOVED = {
+    torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+}  # fmt: skip
