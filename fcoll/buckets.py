@@ -26,8 +26,8 @@ def plan(leaves: Sequence[Tensor]) -> list[list[int]]:
             buckets.append([i])
             continue
         key = (leaf.dtype, leaf.device, leaf.requires_grad)
-        bucket, filled = opened.get(key, ([], FULL))
-        if filled + size > FULL:
+        bucket, filled = opened.get(key, ([], 0))
+        if not bucket or filled + size > FULL:
             bucket, filled = [], 0
             buckets.append(bucket)
         bucket.append(i)

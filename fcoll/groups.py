@@ -181,7 +181,7 @@ def group(ranks: Sequence[int]) -> Group:
         fcoll.errors.CollectiveValueError: group: ranks must be distinct, got (1, 1)
     """
     listed = tuple(ranks)
-    if not all(isinstance(rank, int) for rank in listed):
+    if not all(type(rank) is int for rank in listed):
         fail("type", "group: ranks must be integers, got {}", str(listed))
     if len(set(listed)) != len(listed):
         fail("value", "group: ranks must be distinct, got {}", str(listed))
@@ -208,13 +208,16 @@ def subgroups(group: GroupLike, ranks: Sequence[Sequence[int]]) -> Group:
 
     Raises:
         ValueError: lists that overlap or leave ranks out.
+        TypeError: ranks that are no integers.
 
     Example:
         >>> pairs = fcoll.subgroups("i", [[0, 1], [2, 3]])
         >>> fcoll.vmap(lambda x: fcoll.all_reduce(x, pairs), axis_name="i")(torch.arange(4))
         tensor([1, 1, 5, 5])
     """
-    partition = tuple(tuple(int(rank) for rank in subgroup) for subgroup in ranks)
+    partition = tuple(tuple(subgroup) for subgroup in ranks)
+    if not all(type(rank) is int for subgroup in partition for rank in subgroup):
+        fail("type", "subgroups: the lists must hold integers, got {}", str(partition))
     members = sorted(rank for subgroup in partition for rank in subgroup)
     if members != list(range(len(members))) or not all(partition):
         fail("value", "subgroups: the lists must hold each rank exactly once, got {}", str(partition))

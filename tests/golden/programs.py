@@ -86,9 +86,9 @@ def moe_all_to_all(params: Any, ep: Any, groups: Any, v: Values) -> tuple[Tensor
     capacity = params["capacity_per_rank_and_expert"]
     chances = (v["x"] @ v["wr"]).softmax(1)
     gate, choice = chances.max(1)
-    chosen = torch.nn.functional.one_hot(choice, params["experts"])
+    chosen = (choice[:, None] == torch.arange(params["experts"])).to(torch.int64)
     place = (chosen.cumsum(0) * chosen).sum(1) - 1  # among this rank's tokens of that expert
-    slot = torch.nn.functional.one_hot(place.clamp(max=capacity), capacity + 1)[:, :capacity]
+    slot = place[:, None] == torch.arange(capacity)  # tokens over capacity have none
     mask = (chosen[:, :, None] * slot[:, None, :]).to(v["x"].dtype)  # token, expert, slot
     sent = torch.einsum("tec,td->ecd", mask, v["x"])
     arrived = lax.all_to_all(sent, ep, 0, 1, tiled=True)
