@@ -23,15 +23,29 @@ from fcoll.primitives import PRIMITIVES, Params, Primitive
 def bind(name: str, x: Tensor, axis: Axis, *params: Any) -> Tensor:
     """Apply a collective to one tensor. Everything has been checked."""
     layout, tokens = axis
-    if layout.process and not _torch.transforming() and not (x.requires_grad and torch.is_grad_enabled()):
-        recorder.tell(name, x, layout)
-        return PRIMITIVES[name].on_process(x, process_of(layout), *params)
+    if layout.process and not _torch.transforming():
+        return _eager(x, name, params, layout)
     return _apply(x, name, params, tuple(layout), *tokens)
 
 
 @_torch.allow_in_graph  # Dynamo would drop the vmap rule of a Function that it traces into
 def _apply(x: Tensor, name: str, params: Params, layout: tuple[Any, ...], *tokens: Tensor) -> Tensor:
     return _bind(x, name, params, Layout(*layout), *tokens)
+
+
+def _eager(x: Tensor, name: str, params: Params, layout: Layout) -> Tensor:
+    """On processes, with no transform around: a Function only for a gradient, and of the kind that costs half."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return _classic_bind(x, name, params, layout)
+    recorder.tell(name, x, layout)
+    return PRIMITIVES[name].on_process(x, process_of(layout), *params)
+
+
+def _again(x: Tensor, name: str, params: Params, layout: Layout, *tokens: Tensor) -> Tensor:
+    """A collective in the derivative of another."""
+    if layout.process and not _torch.transforming():
+        return _eager(x, name, params, layout)
+    return _bind(x, name, params, layout, *tokens)
 
 
 class _Bind(torch.autograd.Function):
@@ -49,33 +63,17 @@ class _Bind(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, name, ctx.params, ctx.layout, *tokens = inputs
-        ctx.source = recorder.source() if recorder.active() else ""
-        outside = _torch.level() <= ctx.layout.outside
-        ctx.name = PRIMITIVES[name].exact or name if outside else name
-        saved = (*tokens,) if PRIMITIVES[ctx.name].transpose else (x, output, *tokens)
-        ctx.save_for_backward(*saved)
-        ctx.save_for_forward(*saved)
+        ctx.save_for_forward(*_setup(ctx, inputs, output))
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        record = PRIMITIVES[ctx.name]
-        with recorder.derivative(ctx.source):
-            if record.transpose:
-                tokens = ctx.saved_tensors
-                name, *params = record.transpose(*ctx.params)
-                result = _bind(cotangent, name, tuple(params), ctx.layout, *tokens)
-            else:
-                x, y, *tokens = ctx.saved_tensors
-                rule = _rule(record.vjp, ctx.name)
-                result = rule(_Call(ctx.layout, tuple(tokens)), x, y, cotangent, *ctx.params)
-        return result, None, None, None, *(None for _ in tokens)
+        return _backward(ctx, cotangent)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
         record = PRIMITIVES[ctx.name]
         if record.transpose:
-            return _bind(tangent, ctx.name, ctx.params, ctx.layout, *ctx.saved_tensors)
+            return _again(tangent, ctx.name, ctx.params, ctx.layout, *ctx.saved_tensors)
         x, y, *tokens = ctx.saved_tensors
         rule = _rule(record.jvp, ctx.name)
         return rule(_Call(ctx.layout, tuple(tokens)), x, y, tangent, *ctx.params)
@@ -109,7 +107,46 @@ class _Bind(torch.autograd.Function):
         return y, None if _once(record, layout) else 0
 
 
+class _ClassicBind(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        y = _Bind.forward(*inputs)
+        _setup(ctx, inputs, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return _backward(ctx, cotangent)
+
+
 _bind: Callable[..., Tensor] = _Bind.apply
+_classic_bind: Callable[..., Tensor] = _ClassicBind.apply
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> tuple[Tensor, ...]:
+    """Keep what derivatives need; returns the tensors among it."""
+    x, name, ctx.params, ctx.layout, *tokens = inputs
+    ctx.source = recorder.source() if recorder.active() else ""
+    if ctx.layout.outside >= 0 and _torch.level() <= ctx.layout.outside:
+        name = PRIMITIVES[name].exact or name
+    ctx.name = name
+    saved = (*tokens,) if PRIMITIVES[name].transpose else (x, output, *tokens)
+    ctx.save_for_backward(*saved)
+    return saved
+
+
+def _backward(ctx: Any, cotangent: Tensor) -> Any:
+    with recorder.derivative(ctx.source):
+        record = PRIMITIVES[ctx.name]
+        if record.transpose:
+            tokens = ctx.saved_tensors
+            name, *params = record.transpose(*ctx.params)
+            result = _again(cotangent, name, tuple(params), ctx.layout, *tokens)
+        else:
+            x, y, *tokens = ctx.saved_tensors
+            rule = _rule(record.vjp, ctx.name)
+            result = rule(_Call(ctx.layout, tuple(tokens)), x, y, cotangent, *ctx.params)
+    return result, None, None, None, *[None] * len(tokens)
 
 
 class _Call:
@@ -120,7 +157,7 @@ class _Call:
         self.stacked = _stacked(layout)
 
     def __call__(self, name: str, x: Tensor, *params: Any) -> Tensor:
-        return _bind(x, name, params, self.layout, *self.tokens)
+        return _again(x, name, params, self.layout, *self.tokens)
 
     def index(self, ndim: int) -> Tensor:
         if not self.stacked:

@@ -42,7 +42,10 @@ class Call(Generic[Tree]):
     def __init__(self, function: str, tree: Tree, group: GroupLike) -> None:
         self.function, self.tree = function, tree
         self.axis: Axis = groups.resolve(function, group)
-        self.leaves, self.spec = trees.flatten(tree)
+        self.leaves: list[Any] = [tree]
+        self.spec: Any = None
+        if not isinstance(tree, Tensor):
+            self.leaves, self.spec = trees.flatten(tree)
         self.indices = range(len(self.leaves))
         for i, leaf in enumerate(self.leaves):
             if not isinstance(leaf, Tensor):
@@ -54,6 +57,8 @@ class Call(Generic[Tree]):
 
     def run_elementwise(self, each: Callable[[Tensor], Tensor]) -> Tree:
         """The tree of `each(leaf)`, where `each` keeps elements in their places."""
+        if self.spec is None:
+            return each(self.leaves[0])  # type: ignore[return-value]
         return self.run(lambda x, _: each(x), [None] * len(self.leaves), Fused(0, lambda x, _: x, each))
 
     def run(self, each: Callable[[Tensor, Any], Tensor], arguments: Sequence[Any], fused: Fused | None = None) -> Tree:
@@ -68,7 +73,7 @@ class Call(Generic[Tree]):
             parts = [fused.pack(self.leaves[i], arguments[i]) for i in bucket]
             for i, part in zip(bucket, buckets.together(parts, fused.send, fused.lead), strict=True):
                 results[i] = fused.finish(part, arguments[i])
-        result: Tree = trees.unflatten(self.spec, results)
+        result: Tree = results[0] if self.spec is None else trees.unflatten(self.spec, results)
         return result
 
     def fail(self, i: int, kind: str, template: str, *details: object) -> NoReturn:

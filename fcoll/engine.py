@@ -7,7 +7,7 @@ fresh buffer, which costs a fifth of them. Blocks of all ranks are stacked on ax
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,15 @@ from fcoll import _torch
 
 _c10d = torch.ops._c10d_functional
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT}
+
+
+def _options(op: Any) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return options
+
+
+_OPTIONS = {name: _options(op) for name, op in _OPS.items()}
 _NAMES = {"sum": "sum", "max": "max", "min": "min", "prod": "product"}
 
 
@@ -90,8 +99,8 @@ def all_reduce(x: Tensor, op: str, process: Process) -> Tensor:
     wire, back = _reducible(x, op)
     if _torch.tracing(x):
         return back(_c10d.wait_tensor(_c10d.all_reduce(wire.contiguous(), _NAMES[op], process.name)))
-    buffer = wire.clone(memory_format=torch.contiguous_format) if wire is x or wire._is_view() else wire.contiguous()
-    dist.all_reduce(buffer, _OPS[op], group=process.group())
+    buffer = wire.clone(memory_format=torch.contiguous_format)
+    process.group().allreduce([buffer], _OPTIONS[op]).wait()  # dist.all_reduce takes twice as long to get here
     return back(buffer)
 
 

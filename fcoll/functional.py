@@ -347,6 +347,7 @@ def shift(tree: Tree, group: GroupLike, offset: int = 1, *, wrap: bool = True) -
     call = Call("shift", tree, group)
     if not isinstance(offset, int):
         fail("type", "shift: offset is an integer, got {}", type(offset).__name__)
+    call._even()
     n = call.axis.n
     moves = [(source, source + offset) for source in range(n)]
     pairs = tuple((s, d % n) for s, d in moves if wrap or 0 <= d < n)

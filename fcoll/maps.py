@@ -93,14 +93,21 @@ def _out_dims(out_dims: Any, out: Any) -> list[int | None]:
 
 def _prefix(name: str, prefix: Any, tree: Any, what: str) -> list[int | None]:
     try:
-        return trees.broadcast_prefix(prefix, tree, lambda node: node is None or isinstance(node, int))
+        dims = trees.broadcast_prefix(prefix, tree, lambda node: node is None or isinstance(node, int))
     except (ValueError, TypeError):
-        problem = str(prefix)
-    fail("value", "vmap: {}={} is no prefix of the tree of {}s", name, problem, what.rstrip("s"))
+        dims, problem = None, str(prefix)
+    if dims is None:
+        fail("value", "vmap: {}={} is no prefix of the tree of {}s", name, problem, what.rstrip("s"))
+    for dim in dims:
+        if dim is not None and type(dim) is not int:
+            fail("type", "vmap: {} holds integers and None, got {}", name, type(dim).__name__)
+    return dims
 
 
 def _size(leaves: list[Any], dims: list[int | None], args: Any, axis_size: int | None) -> int:
     n = axis_size
+    if n is not None and n < 0:
+        fail("value", "vmap: axis_size={} is negative", n)
     for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is None:
             continue
@@ -142,6 +149,12 @@ def _result(value: Any, place: int | None, out: Any, i: int, axis_name: str) -> 
             "vmap: out_dims=None for {}, which varies over {!r} (as what invariant=True or vary gives does here); "
             "reduce it over that axis, or set its axis in out_dims",
             where, axis_name,
+        )  # fmt: skip
+    if not -value.ndim - 1 <= place <= value.ndim:
+        fail(
+            "value",
+            "vmap: {} has shape {}, so the ranks cannot go to axis {}",
+            trees.path(out, i, "out"), value.shape, place,
         )  # fmt: skip
     return value
 

@@ -72,12 +72,15 @@ def paused() -> Iterator[None]:
         _state.listener = before
 
 
-@contextmanager
-def derivative(called: str) -> Iterator[None]:
-    """What happens here is the backward pass of a collective that was called there."""
-    before = _state.source, _state.backward
-    _state.source, _state.backward = called, True
-    try:
-        yield
-    finally:
-        _state.source, _state.backward = before
+class derivative:
+    """What happens in this context is the backward pass of a collective that was called there."""
+
+    def __init__(self, called: str) -> None:
+        self.called = called
+
+    def __enter__(self) -> None:
+        self.before = _state.source, _state.backward
+        _state.source, _state.backward = self.called, True
+
+    def __exit__(self, *_: object) -> None:
+        _state.source, _state.backward = self.before

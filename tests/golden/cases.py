@@ -10,6 +10,7 @@ import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fcoll
 from fcoll import lax
@@ -22,6 +23,8 @@ Groups = Callable[[Any], Any]
 
 WHOLE = ("constant", "error", "grad_context", "program", "quirk")  # families that are not one collective
 QUANTITIES = ("out", "vjp", "jvp", "gg_x", "gg_ct")
+LIKE_INPUT = ("vjp", "gg_x")  # the others are like the output
+Arguments = tuple[Any, ...]
 
 
 class Level(NamedTuple):
@@ -69,10 +72,11 @@ def together(cases: Sequence[Case]) -> list[Case]:
     batches: dict[Any, list[Case]] = {}
     for case in cases:
         batches.setdefault((str(case["levels"]), *wanted(case), "vjp_global" in case), []).append(case)
-    return [_merged(batch) for batch in batches.values()]
+    return [merged(batch) for batch in batches.values()]
 
 
-def _merged(batch: list[Case]) -> Case:
+def merged(batch: list[Case]) -> Case:
+    """One case of several within the same maps."""
     keys = [key for key in ("in", "ct", "tan", *QUANTITIES, "vjp_global") if key in batch[0]]
     return {"parts": batch, "levels": batch[0]["levels"], **{key: [case[key] for case in batch] for key in keys}}
 
@@ -198,8 +202,9 @@ def _arg_extremum(gathered: Tensor, largest: bool) -> Tensor:
 
 
 def measure(f: Function, names: Sequence[str], x: Any, ct: Any = None, tan: Any = None) -> tuple[Any, ...]:
-    """The quantities of f by their names; see README.md for what they are."""
-    out = f(x)
+    """The quantities of f by their names, "out" among them; see README.md for what they are."""
+    if "vjp" not in names:
+        return (f(x),)
     leaves, inner = optree.tree_flatten(x)  # torch.func takes no None
     cts, outer = optree.tree_flatten(ct)
     tans = optree.tree_leaves(tan)
@@ -208,20 +213,20 @@ def measure(f: Function, names: Sequence[str], x: Any, ct: Any = None, tan: Any 
         found: list[Tensor] = optree.tree_leaves(f(optree.tree_unflatten(inner, leaves)))
         return found
 
-    results = [out]
-    for name in names[1:]:
+    found: dict[str, Any] = {}
+    for name in names:
         match name:
             case "vjp":
-                results.append(optree.tree_unflatten(inner, _pull(g, leaves, cts)))
+                primal = torch.func.vjp(g, leaves)
+                found["out"], found["vjp"] = primal[0], primal[1](cts)[0]
             case "jvp":
-                results.append(optree.tree_unflatten(outer, torch.func.jvp(g, (leaves,), (tans,))[1]))
+                found["jvp"] = torch.func.jvp(g, (leaves,), (tans,))[1]
             case "gg_x":
-                second = torch.func.grad(lambda leaves: _squares(_pull(_half_square(g), leaves, cts)))(leaves)
-                results.append(optree.tree_unflatten(inner, second))
+                found["gg_x"] = torch.func.grad(lambda leaves: _squares(_pull(_half_square(g), leaves, cts)))(leaves)
             case "gg_ct":
-                second = torch.func.grad(lambda cts: _squares(_pull(g, leaves, cts)))(cts)
-                results.append(optree.tree_unflatten(outer, second))
-    return tuple(results)
+                found["gg_ct"] = torch.func.grad(lambda cts: _squares(_pull(g, leaves, cts)))(cts)
+    specs = {name: inner if name in LIKE_INPUT else outer for name in names}
+    return tuple(optree.tree_unflatten(specs[name], found[name]) for name in names)
 
 
 def _pull(g: Function, leaves: list[Tensor], cts: list[Tensor]) -> list[Tensor]:
@@ -247,29 +252,30 @@ def mapped(f: Function, level: Level, in_dims: Any, out_dims: Any) -> Function:
     return fcoll.vmap(f, in_dims, out_dims, axis_name=level.name, axis_size=level.n)
 
 
-def outside(case: Case) -> tuple[Function, tuple[Any, ...], dict[str, Any]]:
+def outside(case: Case, names: Sequence[str]) -> tuple[Function, Arguments, dict[str, Any]]:
     """A program that differentiates the whole map, its arguments, and what it should give."""
-    f, names = local(case), wanted(case)
+    f = local(case)
     for level in reversed(case["levels"]):
         f = mapped(f, level, level.in_axis, level.out_axis)
-    arguments = (case["in"], case["ct"], case["tan"]) if "ct" in case else (case["in"],)
     want = {name: case[name] for name in names}
-    if "vjp_global" in case:
+    if "vjp" in names and "vjp_global" in case:
         want["vjp"] = case["vjp_global"]
-    return functools.partial(measure, f, names), arguments, want
+    return functools.partial(measure, f, names), _arguments(case, names), want
 
 
-def inside(case: Case) -> tuple[Function, tuple[Any, ...], dict[str, Any]]:
+def inside(case: Case, names: Sequence[str]) -> tuple[Function, Arguments, dict[str, Any]]:
     """The same, with the differentiation in each rank's program."""
     case = _ranked(case)
-    names = wanted(case)
     f: Function = functools.partial(measure, local(case), names)
     for level in reversed(case["levels"]):
-        results = level.out_axis, (0 if level.in_axis is None else level.in_axis)
-        in_dims = (level.in_axis, level.out_axis, level.in_axis) if "ct" in case else (level.in_axis,)
-        f = mapped(f, level, in_dims, tuple(results[name in ("vjp", "gg_x")] for name in names))
-    arguments = (case["in"], case["ct"], case["tan"]) if "ct" in case else (case["in"],)
-    return f, arguments, {name: case[name] for name in names}
+        given = (level.in_axis, level.out_axis, level.in_axis)[: len(_arguments(case, names))]
+        like_input = 0 if level.in_axis is None else level.in_axis
+        f = mapped(f, level, given, tuple(like_input if name in LIKE_INPUT else level.out_axis for name in names))
+    return f, _arguments(case, names), {name: case[name] for name in names}
+
+
+def _arguments(case: Case, names: Sequence[str]) -> Arguments:
+    return (case["in"], case["ct"], case["tan"]) if "vjp" in names else (case["in"],)
 
 
 def per_rank(case: Case) -> tuple[list[Case], list[dict[str, Any]]]:
@@ -287,19 +293,18 @@ def per_rank(case: Case) -> tuple[list[Case], list[dict[str, Any]]]:
         def part(name: str, place: tuple[Any, ...] = place) -> Any:
             return optree.tree_map(lambda x: _front(x, axes[name], levels)[place], case[name])
 
-        parts.append({**common, "wanted": wanted(case), **{k: part(k) for k in ("in", "ct", "tan") if k in case}})
+        parts.append({**common, **{name: part(name) for name in ("in", "ct", "tan") if name in case}})
         wants.append({name: part(name) for name in wanted(case)})
     return parts, wants
 
 
-def on_process(case: Case, groups: Groups) -> tuple[Function, tuple[Any, ...]]:
+def on_process(case: Case, names: Sequence[str]) -> tuple[Function, Arguments]:
     """The program of one process, which has the unnamed levels, and its arguments."""
-    f = local(case, groups)
+    f = local(case, of_world(case))
     for level in reversed(case["levels"]):
         if level.name is None:
             f = torch.func.vmap(f)
-    arguments = (case["in"], case["ct"], case["tan"]) if "ct" in case else (case["in"],)
-    return functools.partial(measure, f, case["wanted"]), arguments
+    return functools.partial(measure, f, names), _arguments(case, names)
 
 
 def of_world(case: Case) -> Groups:
@@ -333,21 +338,21 @@ def _made(names: tuple[str, ...], sizes: tuple[int, ...], asked: tuple[str, ...]
 
 
 @functools.cache
-def _mesh(names: tuple[str, ...], sizes: tuple[int, ...]) -> dist.DeviceMesh:
-    return dist.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+def _mesh(names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
 def _ranked(case: Case) -> Case:
     """A result that is returned once, spread over the ranks: one of them has its cotangent, the others none."""
     if "parts" in case:
-        return _merged([_ranked(part) for part in case["parts"]])
+        return merged([_ranked(part) for part in case["parts"]])
     levels: list[Level] = case["levels"]
     if all(level.out_axis is not None for level in levels):
         return case
     (k,) = (k for k, level in enumerate(levels) if level.out_axis is None)
     assert k == 0, "an outer level would move the ranks' axis"
     n = levels[0].n
-    spread = {name: case[name].expand(n, *case[name].shape) for name in ("out", "jvp", "gg_ct")}
+    spread = {name: case[name].expand(n, *case[name].shape) for name in ("out", "jvp", "gg_ct") if name in case}
     ct = torch.cat((case["ct"].unsqueeze(0), torch.zeros(n - 1, *case["ct"].shape, dtype=case["ct"].dtype)))
     return {**case, **spread, "ct": ct, "levels": [levels[0]._replace(out_axis=0), *levels[1:]]}
 

@@ -17,11 +17,13 @@ from torch import Tensor
 
 import fcoll
 from fcoll import lax
+from golden.cases import Groups
 
-COLLECTIVES = ("all_gather", "all_to_all", "pcast", "pmax", "pmean", "ppermute", "pshuffle", "psum", "psum_scatter", "pswapaxes")  # fmt: skip
+COLLECTIVES: list[Callable[..., Any]] = [lax.psum, lax.pmean, lax.pmax, lax.ppermute, lax.pshuffle, lax.pswapaxes, lax.psum_scatter]
+COLLECTIVES += [lax.all_gather, lax.all_to_all, lax.pcast]
 
 
-def evaluate(expression: str, groups: Callable[[Any], Any], **values: Any) -> Any:
+def evaluate(expression: str, groups: Groups, **values: Any) -> Any:
     """The value, on this rank."""
     names: dict[str, Any] = {
         "axis_index": lambda name: lax.axis_index(groups(name)),
@@ -32,12 +34,14 @@ def evaluate(expression: str, groups: Callable[[Any], Any], **values: Any) -> An
         "sqrt": torch.sqrt,
         "where": torch.where,
     }
-    for name in COLLECTIVES:
-        names[name] = functools.partial(_call, getattr(lax, name), groups)
+    for collective in COLLECTIVES:
+        names[collective.__name__] = functools.partial(_call, collective, groups)
     return eval(expression, names | values)
 
 
-def _call(collective: Callable[..., Any], groups: Callable[[Any], Any], x: Any, name: Any, *args: Any, **kw: Any) -> Any:
+def _call(
+    collective: Callable[..., Any], groups: Callable[[Any], Any], x: Any, name: Any, *args: Any, **kw: Any
+) -> Any:
     return collective(x, groups(name), *args, **kw)
 
 
