@@ -56,3 +56,8 @@ def find(name: str) -> Named | None:
 def names() -> list[str]:
     """The names in scope, innermost first."""
     return [axis.name for axis in reversed(_scope.stack)]
+
+
+def sizes() -> tuple[tuple[str, int, str], ...]:
+    """Name, size and mesh of what is in scope, outermost first."""
+    return tuple((axis.name, axis.n, axis.mesh) for axis in _scope.stack)

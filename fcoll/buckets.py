@@ -5,6 +5,7 @@ Two hundred leaves of 1 KiB, one by one, take a hundred times as long as togethe
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,8 +42,12 @@ def together(parts: Sequence[Tensor], send: Callable[[Tensor], Tensor], lead: in
     sizes = [math.prod(shape) for shape in shapes]
     flat = [part.reshape((*part.shape[:lead], size)) for part, size in zip(parts, sizes, strict=True)]
     y = send(torch.cat(flat, -1))
-    results, start = [], 0
-    for shape, size in zip(shapes, sizes, strict=True):  # narrow, not split: its views may be changed in place
-        results.append(y.narrow(-1, start, size).reshape((*y.shape[:-1], *shape)))
-        start += size
-    return results
+    pieces = _narrow(y, sizes) if y.requires_grad else y.split(sizes, -1)
+    front = y.shape[:-1]
+    return [piece.view((*front, *shape)) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def _narrow(y: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """What split gives, as views that autograd allows to be changed in place."""
+    starts = itertools.accumulate(sizes, initial=0)
+    return [y.narrow(-1, start, size) for start, size in zip(starts, sizes, strict=False)]

@@ -6,49 +6,67 @@ communication, any size of mesh.
 
 from __future__ import annotations
 
+import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fcoll import _torch, recorder, trees
+from fcoll import _torch, axes, recorder, trees
 from fcoll.errors import FcollError
 from fcoll.specs import Entries
 
 Run = Callable[[list[Tensor], Any, list[Entries]], None]
 """(fake global leaves, their structure, their specs) -> None, or the error"""
 
+Around = Sequence[tuple[str, int, str]]
+"""See `axes.sizes`."""
+
 _runs: dict[str, Run] = {}
-_verified: set[Any] = set()
+_verified: dict[str, set[Any]] = {}
 _warned: set[str] = set()
+_labels = itertools.count()
 
 
 def enlist(name: str, run: Run) -> str:
     """A label for a check, by which a graph can refer to it; "" where it is made while tracing, and cannot be."""
     if torch.compiler.is_compiling():
         return ""
-    label = f"{name}#{len(_runs)}"
-    _runs[label] = run
+    label = f"{name}#{next(_labels)}"
+    _runs[label], _verified[label] = run, set()
     return label
+
+
+def keep_with(mapped: Callable[..., Any], label: str) -> None:
+    """Forget the check when the function that it is for has gone."""
+
+    def forget() -> None:
+        _runs.pop(label)
+        _verified.pop(label)
+        _warned.discard(label)
+
+    weakref.finalize(mapped, forget)
 
 
 def verify(label: str, entries: list[Entries], args: tuple[Any, ...], leaves: Sequence[Tensor]) -> None:
     """Run the check, unless it was run for such arguments before."""
+    around = axes.sizes()
     if not torch.compiler.is_compiling():
-        _verify(label, entries, args, leaves)
+        _verify(label, entries, args, leaves, around)
     elif label and _plain(args):
-        _in_graph(label, tuple(entries), args)
+        _in_graph(label, tuple(entries), args, around)
     else:
         _warn(label, "it is made, or called with other containers than dicts, lists and tuples, in compiled code")
 
 
 @_torch.allow_in_graph  # so that it runs, on Dynamo's fake tensors, while Dynamo traces its caller
-def _in_graph(label: str, entries: Any, args: Any) -> Tensor:
+def _in_graph(label: str, entries: Any, args: Any, around: Any) -> Tensor:
     args = _thawed(args)
     leaves = [leaf if isinstance(leaf, Tensor) else torch.tensor(leaf) for leaf in trees.flatten(args)[0]]
-    _verify(label, list(entries), args, leaves)
+    _verify(label, list(entries), args, leaves, around)
     return torch.zeros(())
 
 
@@ -63,16 +81,20 @@ def _thawed(tree: Any) -> Any:
     return tree
 
 
-def _verify(label: str, entries: list[Entries], args: Any, leaves: Sequence[Tensor]) -> None:
+def _verify(label: str, entries: list[Entries], args: Any, leaves: Sequence[Tensor], around: Around) -> None:
     _, structure = trees.flatten(args)
     looks = tuple((tuple(map(int, leaf.shape)), leaf.dtype, leaf.device) for leaf in leaves)
-    key = (label, tuple(entries), structure, looks)
-    if key in _verified:
+    key = (tuple(entries), structure, looks, tuple(map(tuple, around)))
+    if key in _verified[label]:
         return
-    run = _runs[label]
+
+    def run() -> None:
+        fake = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in looks]
+        _runs[label](fake, structure, entries)
+
     try:
         with _torch.fakes(), recorder.paused():
-            run([torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in looks], structure, entries)
+            _within(around, run)
     except FcollError:
         raise
     except Exception as error:  # what f does with data, it may not be able to do without
@@ -82,7 +104,24 @@ def _verify(label: str, entries: list[Entries], args: Any, leaves: Sequence[Tens
                 0
             ],
         )
-    _verified.add(key)
+    _verified[label].add(key)
+
+
+def _within(around: Around, run: Callable[[], None]) -> None:
+    """Run with the axes that are in scope around the map: the emulated ones are levels of their own here."""
+    if not around:
+        return run()
+    (name, n, mesh), *inner = around
+
+    def level(token: Tensor) -> Tensor:
+        with axes.bound([axes.Named(name, n, None if mesh else token, mesh)]):
+            _within(inner, run)
+        return token
+
+    if mesh:
+        level(torch.empty(()))
+    else:
+        torch.func.vmap(level, randomness="different")(torch.arange(n))
 
 
 def _plain(tree: Any) -> bool:

@@ -85,6 +85,8 @@ def shard_map(
         return _call(job, mesh, label, args)
 
     mapped.on = functools.partial(_on, f, in_specs, out_specs, check)  # type: ignore[attr-defined]
+    if label:
+        replication.keep_with(mapped, label)
     return _torch.with_own_code(mapped)
 
 

@@ -284,7 +284,8 @@ def per_rank(case: Case) -> tuple[list[Case], list[dict[str, Any]]]:
     levels: list[Level] = case["levels"]
     ins, outs = [level.in_axis for level in levels], [level.out_axis for level in levels]
     ranked = [0 if axis is None else axis for axis in ins]
-    axes = {"in": ins, "tan": ins, "ct": outs, "out": outs, "jvp": outs, "gg_ct": outs, "vjp": ranked, "gg_x": ranked}
+    axes: dict[str, list[Any]] = dict.fromkeys(("ct", "out", "jvp", "gg_ct"), outs)
+    axes |= dict.fromkeys(("in", "tan"), ins) | dict.fromkeys(LIKE_INPUT, ranked)
     common = {key: value for key, value in case.items() if key in ("id", "op", "family", "params", "levels")}
     common |= {key: value for key, value in case.items() if key in ("in_layout", "invariant")}
     parts, wants = [], []
@@ -352,7 +353,7 @@ def _ranked(case: Case) -> Case:
     (k,) = (k for k, level in enumerate(levels) if level.out_axis is None)
     assert k == 0, "an outer level would move the ranks' axis"
     n = levels[0].n
-    spread = {name: case[name].expand(n, *case[name].shape) for name in ("out", "jvp", "gg_ct") if name in case}
+    spread: Case = {name: case[name].expand(n, *case[name].shape) for name in ("out", "jvp", "gg_ct") if name in case}
     ct = torch.cat((case["ct"].unsqueeze(0), torch.zeros(n - 1, *case["ct"].shape, dtype=case["ct"].dtype)))
     return {**case, **spread, "ct": ct, "levels": [levels[0]._replace(out_axis=0), *levels[1:]]}
 
@@ -381,16 +382,23 @@ def _places(levels: Sequence[Level]) -> list[tuple[Any, ...]]:
 
 def differences(got: Any, want: Any, label: str) -> list[str]:
     """What differs between two trees, leaf by leaf; dtypes count."""
-    if want is None or not isinstance(want, (Tensor, dict, list, tuple)):
-        return [] if type(got) is type(want) and got == want else [f"{label}: got {got!r}, expected {want!r}"]
     if isinstance(want, Tensor):
         return _unlike(got, want, label)
-    if type(got) is not type(want) or len(got) != len(want):
-        return [f"{label}: got a {type(got).__name__} {got!r}, expected {want!r}"]
-    pairs = want.items() if isinstance(want, dict) else enumerate(want)
-    if isinstance(want, dict) and got.keys() != want.keys():
-        return [f"{label}: got keys {list(got)}, expected {list(want)}"]
-    return [problem for key, value in pairs for problem in differences(got[key], value, f"{label}[{key!r}]")]
+    if type(got) is not type(want):
+        return [f"{label}: got {got!r}, expected {want!r}"]
+    if isinstance(want, dict):
+        if got.keys() != want.keys():
+            return [f"{label}: got {list(got)}, expected {list(want)}"]
+        return [problem for key in want for problem in differences(got[key], want[key], f"{label}[{key!r}]")]
+    if isinstance(want, (list, tuple)):
+        if len(got) != len(want):
+            return [f"{label}: got {len(got)} values, expected {len(want)}"]
+        return [
+            problem
+            for i, (one, other) in enumerate(zip(got, want, strict=True))
+            for problem in differences(one, other, f"{label}[{i}]")
+        ]
+    return [] if got == want else [f"{label}: got {got!r}, expected {want!r}"]
 
 
 def _unlike(got: Any, want: Tensor, label: str) -> list[str]:

@@ -19,7 +19,15 @@ import fcoll
 from fcoll import lax
 from golden.cases import Groups
 
-COLLECTIVES: list[Callable[..., Any]] = [lax.psum, lax.pmean, lax.pmax, lax.ppermute, lax.pshuffle, lax.pswapaxes, lax.psum_scatter]
+COLLECTIVES: list[Callable[..., Any]] = [
+    lax.psum,
+    lax.pmean,
+    lax.pmax,
+    lax.ppermute,
+    lax.pshuffle,
+    lax.pswapaxes,
+    lax.psum_scatter,
+]
 COLLECTIVES += [lax.all_gather, lax.all_to_all, lax.pcast]
 
 

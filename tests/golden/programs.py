@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fcoll import lax
+from golden.cases import Level
 
 Case = dict[str, Any]
 Values = dict[str, Tensor]
@@ -169,3 +171,27 @@ def loss_and_gradients(f: Program, wrt: list[str], v: Values) -> tuple[Tensor, V
     chosen = {name: v[name] for name in wrt}
     gradients, (loss, aux) = torch.func.grad_and_value(lambda p: f({**held, **p}), has_aux=True)(chosen)
     return loss, aux, gradients
+
+
+def second_order(f: Program, wrt: list[str], v: Values) -> Values:
+    """The gradient of the sum of the squares of all gradients."""
+
+    def squares(chosen: Values) -> Tensor:
+        gradients = loss_and_gradients(f, wrt, {**v, **chosen})[2]
+        return torch.stack([(gradient**2).sum() for gradient in gradients.values()]).sum()
+
+    found: Values = torch.func.grad(squares)({name: v[name] for name in wrt})
+    return found
+
+
+# ---- on a mesh
+
+
+def levels(case: Case) -> list[Level]:
+    """The mesh axes as maps, for `cases.of_world`."""
+    return [Level(name, n, None, None) for name, n in case["axes"]]
+
+
+def places(case: Case) -> list[tuple[int, ...]]:
+    """Each rank's indices along the mesh axes."""
+    return list(itertools.product(*(range(n) for _, n in case["axes"])))
