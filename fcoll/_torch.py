@@ -133,6 +133,14 @@ def mark_cacheable(names: Sequence[str], version: str) -> None:
     config.unsafe_marked_cacheable_functions.update(dict.fromkeys(names, version))
 
 
+def restart_trace(reason: str) -> None:
+    """If Dynamo is tracing the caller, let it start again: something that it has read is no longer true."""
+    if torch.compiler.is_compiling():
+        from torch._dynamo.exc import UnspecializeRestartAnalysis
+
+        raise UnspecializeRestartAnalysis(restart_reason=reason)  # the one that forgets the trace
+
+
 def traced_error(kind: type[Exception]) -> type[Exception]:
     """`kind`, in a form that Dynamo lets through.
 

@@ -142,7 +142,7 @@ def _result(value: Any, place: int | None, out: Any, i: int, axis_name: str) -> 
                 type(value).__name__,
             )
         return torch.tensor(value)
-    if place is None:
+    if place is None and not unvarying(value):
         where = trees.path(out, i, "out")
         return replicated(
             value,
@@ -157,6 +157,11 @@ def _result(value: Any, place: int | None, out: Any, i: int, axis_name: str) -> 
             trees.path(out, i, "out"), value.shape, place,
         )  # fmt: skip
     return value
+
+
+def unvarying(value: torch.Tensor) -> bool:
+    """Whether it is known, without `replicated`, that `value` is the same all along the innermost vmap's axis."""
+    return not torch.compiler.is_compiling() and not _torch.batched(value)
 
 
 @_torch.allow_in_graph  # Dynamo knows no batch axes; here it runs this while it traces

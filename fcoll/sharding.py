@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fcoll import _torch, axes, groups, meshes, recorder, replication, trees
 from fcoll.bind import bind
 from fcoll.errors import fail
-from fcoll.maps import replicated
+from fcoll.maps import replicated, unvarying
 from fcoll.meshes import Mesh, Shape
 from fcoll.specs import Entries, P, from_ranks, to_ranks
 
@@ -151,7 +151,6 @@ def _on_virtual(job: _Job, leaves: list[Tensor], structure: Any, entries: list[E
             returned[:] = [out, out_structure, specs]
             return flat
         name, n = names[depth], sizes[depth]
-
         kinds: list[str] = []
         once: list[Tensor] = []  # not through the vmap: torch refuses what an outer one has batched
 
@@ -186,6 +185,8 @@ def _kind(job: _Job, name: str, y: Tensor, spec: Entries) -> str:
 
 
 def _replicated(out: Any, i: int, y: Tensor, name: str) -> Tensor:
+    if unvarying(y):
+        return y
     return replicated(
         y,
         "shard_map: {} is replicated over {!r} by out_specs, but varies over it; reduce it, as with "
@@ -226,10 +227,7 @@ def _on_processes(
 ) -> Any:
     """This rank's share of the work."""
     shape = job.shape
-    local = [
-        _enter(shape, mesh, _Leaf("args", None, i), x, spec)
-        for i, (x, spec) in enumerate(zip(leaves, entries, strict=True))
-    ]
+    local = [_enter(shape, mesh, x, spec) for x, spec in zip(leaves, entries, strict=True)]
     with axes.bound(meshes.named(shape, outside)):
         out = job.f(*trees.unflatten(structure, local))
     flat, out_structure = trees.flatten(out)
@@ -239,7 +237,7 @@ def _on_processes(
     return trees.unflatten(out_structure, [_leave(shape, mesh, y, s, whole) for y, s in zip(flat, specs, strict=True)])
 
 
-def _enter(shape: Shape, mesh: Any, leaf: _Leaf, x: Tensor, spec: Entries) -> Tensor:
+def _enter(shape: Shape, mesh: Any, x: Tensor, spec: Entries) -> Tensor:
     """The own block of a global value. Cut first: the transpose of `vary` then sums the small piece."""
     if isinstance(x, DTensor):
         x = _to_placements(shape, mesh, x, spec)

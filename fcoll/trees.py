@@ -70,8 +70,13 @@ def path(tree: Any, index: int, root: str = "tree") -> str:
     return str(spec.accessors()[index].codify(root))
 
 
+_registered: set[type[Any]] = set()
+
+
 @_torch.assume_constant_result  # while tracing too, registration happens for good
 def _register(kind: type[Any]) -> bool:
+    if kind in _registered:  # twice in one tree
+        return True
     names = [field.name for field in dataclasses.fields(kind)]
 
     def children(value: Any) -> tuple[list[Any], list[str], list[str]]:
@@ -83,6 +88,8 @@ def _register(kind: type[Any]) -> bool:
             object.__setattr__(value, name, child)
         return value
 
+    _registered.add(kind)
     register: Any = optree.register_pytree_node  # its types know collections only
     register(kind, children, rebuild, namespace=NAMESPACE, path_entry_type=optree.GetAttrEntry)
+    _torch.restart_trace("a dataclass was registered")  # what was read of the registry before is kept in a trace
     return True

@@ -170,7 +170,7 @@ BAD = {
     "perm as a number": Bad(
         lambda x, g: fcoll.permute(x, g, 1),  # type: ignore[arg-type]
         TypeError,
-        "permute: perm is a list of (source, destination) pairs, got int",
+        "permute: perm lists (source, destination) pairs, got int",
     ),
     "offset of another kind": Bad(
         lambda x, g: fcoll.shift(x, g, 0.5),  # type: ignore[arg-type]

@@ -122,7 +122,7 @@ def test_structure_is_kept_on_processes(substrate: Substrate) -> None:
 
 
 def test_structure_is_kept_when_compiled() -> None:
-    trees = {name: tree for name, tree in TREES.items() if name not in ("default dict", "torch's own")}
+    trees = {name: tree for name, tree in TREES.items() if name not in ("nothing", "None inside")}  # see below
 
     def f(trees: Any) -> Any:
         return fcoll.all_reduce(trees, ())
@@ -130,6 +130,34 @@ def test_structure_is_kept_when_compiled() -> None:
     got = torch.compile(f, fullgraph=True, backend="eager")(trees)
     assert kinds(got) == kinds(trees)
     torch.testing.assert_close(leaves(got), leaves(trees))
+
+
+@pytest.mark.parametrize("tree", [{}, {"k": None}])
+def test_a_dict_without_tensors_is_torchs_limit(tree: Any) -> None:
+    """Dynamo cannot trace optree's flattening of one, with or without a collective."""
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="DictMetaData"):
+        torch.compile(lambda x, t: (x, optree.tree_flatten(t)[0]), fullgraph=True, backend="eager")(torch.ones(1), tree)
+
+
+def test_a_dataclass_is_first_seen_by_a_compiled_function() -> None:
+    @dataclasses.dataclass
+    class New:
+        x: Any
+
+    def f(tree: Any) -> Any:
+        return fcoll.all_reduce([New(tree[1].x + 1), *fcoll.all_reduce(tree, ())], ())
+
+    got = torch.compile(f, fullgraph=True, backend="eager")([a(), New(a())])
+    assert kinds(got) == (list, [(New, [Tensor]), Tensor, (New, [Tensor])])
+
+
+def test_a_dataclass_may_be_in_a_tree_twice() -> None:
+    @dataclasses.dataclass
+    class Twice:
+        x: Any
+
+    got = fcoll.all_reduce([Twice(a()), Twice(a())], ())
+    assert kinds(got) == (list, [(Twice, [Tensor])] * 2)
 
 
 def test_a_dataclass_that_optree_knows_is_treated_as_it_says() -> None:
@@ -203,7 +231,7 @@ def test_integers_and_truth_values_have_no_gradient(substrate: Substrate) -> Non
         "k": torch.arange(2 * n).view(n, 2),
         "flag": torch.arange(n) > 0,
     }
-    gradient, k, flag = substrate.map(f, tree["w"], tree) if False else substrate.map(f, tree)
+    gradient, k, flag = substrate.map(f, tree)
     assert k.dtype == torch.int64
     assert flag.dtype == torch.bool
     assert flag.all()
@@ -231,18 +259,16 @@ def test_integer_leaves_of_every_collective(substrate: Substrate) -> None:
         }
         out = {}
         for name, call in calls.items():
-            y, pull, rest = vjp(lambda w, call=call: call((w, k)), w, has_aux=True)  # type: ignore[misc]
+            y, pull, rest = vjp(lambda w, call=call: call((w, k)), w, has_aux=True)
             out[name] = rest, y, pull(torch.ones_like(y))[0]
         return out
 
-    w, k = torch.ones(n, n), torch.arange(n * n).view(n, n)
-    got = substrate.map(f, w, k)
-    plain = substrate.map(f, w, k)
+    got = substrate.map(f, torch.ones(n, n), torch.arange(n * n).view(n, n))
     for name, (rest, y, pulled) in got.items():
         assert rest.dtype == torch.int64, name
         assert y.dtype == torch.float32, name
-        assert pulled.shape == w.shape, name
-        torch.testing.assert_close((rest, y, pulled), plain[name])
+        assert pulled.shape == (n, n), name
+        assert rest.shape == y.shape, name
 
 
 def test_a_gradient_of_a_tree_is_a_tree(substrate: Substrate) -> None:
@@ -263,14 +289,12 @@ def test_the_adjoint_identity_of_a_tree() -> None:
     check_adjoint(lambda t: fcoll.shift(t, "i"), tree, "i")
 
 
-def test_modules_parameters_and_subclasses(substrate: Substrate) -> None:
-    """Parameters are tensors."""
+def test_parameters(substrate: Substrate) -> None:
+    layer = torch.nn.Linear(2, 1)
+    torch.nn.init.constant_(layer.weight, 1.0)
+    torch.nn.init.constant_(layer.bias, 2.0)
 
     def f(group: Any, x: Tensor) -> Any:
-        layer = torch.nn.Linear(2, 1)
-        with torch.no_grad():
-            layer.weight.fill_(1.0)
-            layer.bias.fill_(2.0)
         state = fcoll.all_reduce(dict(layer.named_parameters()), group)
         return {name: value.detach() for name, value in state.items()}
 
