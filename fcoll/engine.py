@@ -71,7 +71,7 @@ def _(group: str) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_made: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # the world is kept: its id is a key
 
 
 def make_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -82,8 +82,8 @@ def make_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         return world
     key = (id(world), *listed)
     if key not in _made:
-        _made[key] = _torch.new_group(list(listed))
-    return _made[key]
+        _made[key] = world, _torch.new_group(list(listed))
+    return _made[key][1]
 
 
 def order_of(ranks: tuple[int, ...]) -> tuple[int, ...]:

@@ -139,7 +139,8 @@ def reduce_scatter(tree: Tree, group: GroupLike, axis: int = 0, op: str = "sum",
     if op in ("sum", "mean"):
 
         def send(x: Tensor, a: int, tiled: bool) -> Tensor:
-            return bind("reduce_scatter", x / call.axis.n if op == "mean" else x, call.axis, a, tiled)
+            y = bind("reduce_scatter", x, call.axis, a, tiled)
+            return y / call.axis.n if op == "mean" else y
 
         return call.run(
             lambda x, a: send(x, a, tiled),

@@ -86,13 +86,18 @@ def pmean(x: Tree, axis_name: AxisName, *, axis_index_groups: Groups = None) -> 
         >>> fcoll.vmap(lambda x: fcoll.lax.pmean(x, "i"), axis_name="i", out_dims=None)(torch.tensor([1, 2]))
         tensor(1.5000, dtype=torch.float64)
     """
-    means = _reduced(
+    means: Any = _reduced(
         "pmean", "mean", x, axis_name, axis_index_groups,
         before=_as_mean, over=torch.mean, number=lambda value, n: value / 1,
     )  # fmt: skip
+    result: Tree
+    if isinstance(x, Tensor):
+        dtype = _mean_dtype(x)
+        result = means.to(dtype) if dtype else means
+        return result
     leaves, spec = trees.flatten(x)
     pairs = zip(trees.flatten(means)[0], map(_mean_dtype, leaves), strict=True)
-    result: Tree = trees.unflatten(spec, [mean.to(dtype) if dtype else mean for mean, dtype in pairs])
+    result = trees.unflatten(spec, [mean.to(dtype) if dtype else mean for mean, dtype in pairs])
     return result
 
 
@@ -222,7 +227,9 @@ def pswapaxes(x: Tree, axis_name: AxisName, axis: int, *, axis_index_groups: Gro
         tensor([[1, 3],
                 [2, 4]])
     """
-    return functional.all_to_all(x, _group("pswapaxes", axis_name, axis_index_groups), axis, axis, tiled=False)
+    return functional.all_to_all(
+        x, _group("pswapaxes", axis_name, axis_index_groups, even=True), axis, axis, tiled=False
+    )
 
 
 def all_to_all(
@@ -256,7 +263,7 @@ def all_to_all(
         tensor([[0, 2],
                 [1, 3]])
     """
-    group = _group("all_to_all", axis_name, axis_index_groups)
+    group = _group("all_to_all", axis_name, axis_index_groups, even=True)
     return functional.all_to_all(x, group, split_axis, concat_axis, tiled=tiled)
 
 
@@ -291,7 +298,7 @@ def all_gather(
     """
     if to not in ("varying", "invarying"):
         fail("value", 'all_gather: to is "varying" or "invarying", got {!r}', to)
-    group = _group("all_gather", axis_name, axis_index_groups)
+    group = _group("all_gather", axis_name, axis_index_groups, even=True)
     return functional.all_gather(x, group, axis, tiled=tiled, invariant=to == "invarying")
 
 
@@ -323,7 +330,7 @@ def psum_scatter(
         >>> fcoll.vmap(lambda x: fcoll.lax.psum_scatter(x, "i"), axis_name="i")(x)
         tensor([2, 4])
     """
-    group = _group("psum_scatter", axis_name, axis_index_groups)
+    group = _group("psum_scatter", axis_name, axis_index_groups, even=True)
     return functional.reduce_scatter(x, group, scatter_dimension, tiled=tiled)
 
 
@@ -397,17 +404,20 @@ def _reduced(
     which need no communication."""
     array_axes, names = _array_axes(axis_name)
     group = _group(function, names, axis_index_groups, array_axes)
-    leaves, spec = trees.flatten(x)
-    even = axis_index_groups is None or len({len(ranks) for ranks in axis_index_groups}) == 1
-    folds = [number is not None and even and not array_axes and isinstance(leaf, _NUMBERS) for leaf in leaves]
-    for i, leaf in enumerate(leaves):
+
+    def prepared(leaf: Any, i: int = 0) -> Any:
         if before and isinstance(leaf, Tensor):
-            leaves[i] = before(leaf)
-        if array_axes:
-            leaves[i] = over(leaves[i], _checked_axes(function, x, i, leaf, array_axes))
+            leaf = before(leaf)
+        return over(leaf, _checked_axes(function, x, i, leaf, array_axes)) if array_axes else leaf
+
+    if isinstance(x, Tensor):  # the same as below, with less to trace
+        return functional.all_reduce(prepared(x), group, op)
+    leaves, spec = trees.flatten(x)
+    even = axis_index_groups is None or _even(axis_index_groups)
+    folds = [number is not None and even and not array_axes and isinstance(leaf, _NUMBERS) for leaf in leaves]
     # what is folded leaves a None, so that the other leaves keep their paths
-    tree = trees.unflatten(spec, [None if fold else leaf for leaf, fold in zip(leaves, folds, strict=True)])
-    results = iter(trees.flatten(functional.all_reduce(tree, group, op))[0])
+    rest = [None if fold else prepared(leaf, i) for i, (leaf, fold) in enumerate(zip(leaves, folds, strict=True))]
+    results = iter(trees.flatten(functional.all_reduce(trees.unflatten(spec, rest), group, op))[0])
     n = functional.axis_size(group) if any(folds) else 0
     return trees.unflatten(
         spec,
@@ -428,14 +438,27 @@ def _array_axes(axis_name: AxisName) -> tuple[tuple[int, ...], AxisName]:
     return array_axes, names[0] if len(names) == 1 else names
 
 
-def _group(function: str, axis_name: AxisName, axis_index_groups: Groups = None, array_axes: Sequence[int] = ()) -> Any:
-    """The group that is meant."""
+def _group(
+    function: str,
+    axis_name: AxisName,
+    axis_index_groups: Groups = None,
+    array_axes: Sequence[int] = (),
+    *,
+    even: bool = False,
+) -> Any:
+    """The group that is meant; `even` where subgroups must be of one size."""
     group: Any = tuple(axis_name) if isinstance(axis_name, list) else axis_name
     if axis_index_groups is None:
         return group
+    if even and not _even(axis_index_groups):
+        fail("value", "{}: axis_index_groups must be of one size, got {}", function, str(axis_index_groups))
     if array_axes:
         fail("value", "{}: axis_index_groups go with names only, got the array axes {}", function, str(array_axes))
     return subgroups(group, axis_index_groups)
+
+
+def _even(axis_index_groups: Sequence[Sequence[int]]) -> bool:
+    return len({len(ranks) for ranks in axis_index_groups}) == 1
 
 
 def _checked_axes(function: str, x: Any, i: int, leaf: Any, array_axes: tuple[int, ...]) -> tuple[int, ...]:

@@ -142,13 +142,14 @@ def _result(value: Any, place: int | None, out: Any, i: int, axis_name: str) -> 
                 type(value).__name__,
             )
         return torch.tensor(value)
-    if place is None and not unvarying(value):
-        where = trees.path(out, i, "out")
+    if place is None:
+        if unvarying(value):
+            return value
         return replicated(
             value,
             "vmap: out_dims=None for {}, which varies over {!r} (as what invariant=True or vary gives does here); "
             "reduce it over that axis, or set its axis in out_dims",
-            where, axis_name,
+            trees.path(out, i, "out"), axis_name,
         )  # fmt: skip
     if not -value.ndim - 1 <= place <= value.ndim:
         fail(

@@ -71,7 +71,9 @@ def own_block(stack: Tensor, n: int, axis: int, tiled: bool) -> Tensor:
 
 def only_at(y: Tensor, root: int, n: int) -> Tensor:
     """A stack with y on the root and zeros elsewhere."""
-    return torch.select_scatter(y.new_zeros((n, *y.shape)), y, 0, root)
+    zeros = y.new_zeros((1, *y.shape))
+    before, after = zeros.expand(root, *y.shape), zeros.expand(n - root - 1, *y.shape)
+    return torch.cat((before, y.unsqueeze(0), after))  # unlike select_scatter, with complex derivatives
 
 
 # Reductions
@@ -98,8 +100,11 @@ _WIRE = {"mean": "sum", "any": "max", "all": "min"}
 
 
 def _reduce_process(x: Tensor, process: Process, op: str) -> Tensor:
-    y = engine.all_reduce(x, _WIRE.get(op, op), process)
-    return y / process.n if op == "mean" else y
+    if op == "mean":
+        half = x.dtype in (torch.float16, torch.bfloat16) and x.device.type == "cpu"  # where it is sent as float32
+        wide = x.float() if half else x  # so that there is one rounding, and no overflow
+        return (engine.all_reduce(wide, "sum", process) / process.n).to(x.dtype)
+    return engine.all_reduce(x, _WIRE.get(op, op), process)
 
 
 def _shared_vjp(invariant: bool) -> Callable[..., Tensor]:
@@ -207,9 +212,9 @@ def _permute_stack(stack: Tensor, n: int, perm: tuple[tuple[int, int], ...]) -> 
     offset = (perm[0][1] - perm[0][0]) % n if perm else 0
     if len(perm) == n and all((source + offset) % n == destination for source, destination in perm):
         return stack.roll(offset, 0)
-    sources = torch.tensor([source for source, _ in perm], dtype=torch.int64, device=stack.device)
-    destinations = torch.tensor([destination for _, destination in perm], dtype=torch.int64, device=stack.device)
-    return torch.zeros_like(stack).index_copy(0, destinations, stack.index_select(0, sources))
+    sources = {destination: source for source, destination in perm}
+    rows = torch.tensor([sources.get(rank, n) for rank in range(n)], device=stack.device)
+    return torch.cat((stack, torch.zeros_like(stack[:1]))).index_select(0, rows)  # unlike index_copy, for all dtypes
 
 
 def _inverse(perm: tuple[tuple[int, int], ...]) -> tuple[Any, ...]:

@@ -77,7 +77,7 @@ def test_reductions(substrate: Substrate, dtypes: list[torch.dtype]) -> None:
         want = wide(row, stack_of(row, n, dtype))
         if op(row) == "mean":
             assert got[key].dtype == want.dtype
-            torch.testing.assert_close(got[key], want)
+            torch.testing.assert_close(got[key], want, msg=lambda text, at=key: f"{at}: {text}")
         else:
             same(got[key], want, str(key))
 
@@ -111,13 +111,14 @@ def test_movements(substrate: Substrate) -> None:
 
 
 def test_integers_wrap(substrate: Substrate) -> None:
+    n = substrate.n
+
     def f(group: Any, xs: Any) -> Any:
         return {
-            name: [fcoll.all_reduce(x, group), fcoll.reduce_scatter(x.expand(substrate.n), group), fcoll.reduce(x, group)]
+            name: [fcoll.all_reduce(x, group), fcoll.reduce_scatter(x.expand(n), group), fcoll.reduce(x, group)]
             for name, x in xs.items()
         }
 
-    n = substrate.n
     got = substrate.map(
         f, {str(dtype): torch.full((n, 1), torch.iinfo(dtype).max, dtype=dtype) for dtype in INTEGERS}
     )
@@ -131,22 +132,32 @@ def test_integers_wrap(substrate: Substrate) -> None:
         assert got[str(dtype)][2].flatten().tolist() == [wrapped] + [0] * (n - 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_rounded_once(substrate: Substrate, dtype: torch.dtype) -> None:
+def test_half_precision_is_rounded_once(substrate: Substrate) -> None:
     """256 + 1 + 1 is 258, in whatever order: 257 has no place in bfloat16."""
     n = substrate.n
-    top = 256.0 if dtype == torch.bfloat16 else 2048.0
-    x = torch.tensor([[top]] + [[1.0]] * (n - 1)).to(dtype)
-    want = torch.tensor(top + n - 1, dtype=torch.float64).to(dtype)
+    top = {torch.bfloat16: 256.0, torch.float16: 2048.0}
+    xs = {str(dtype): torch.tensor([[x]] + [[1.0]] * (n - 1)).to(dtype) for dtype, x in top.items()}
 
-    def f(group: Any, x: Tensor) -> Any:
-        return fcoll.all_reduce(x, group), fcoll.reduce_scatter(x.expand(n), group), fcoll.reduce(x, group, n - 1)
+    def f(group: Any, xs: Any) -> Any:
+        return {
+            dtype: (fcoll.all_reduce(x, group), fcoll.reduce_scatter(x.expand(n), group), fcoll.reduce(x, group, n - 1))
+            for dtype, x in xs.items()
+        }
 
     for compile in (None, "aot_eager"):
-        everywhere, scattered, at_root = substrate.map(f, x, compile=compile)
-        assert everywhere.flatten().tolist() == [want.item()] * n, compile
-        assert scattered.flatten().tolist() == [want.item()] * n, compile
-        assert at_root[n - 1].item() == want.item(), compile
+        got = substrate.map(f, xs, compile=compile)
+        for dtype, x in top.items():
+            want = torch.tensor(x + n - 1, dtype=torch.float64).to(dtype).item()
+            everywhere, scattered, at_root = got[str(dtype)]
+            assert everywhere.flatten().tolist() == [want] * n, (dtype, compile)
+            assert scattered.flatten().tolist() == [want] * n, (dtype, compile)
+            assert at_root[n - 1].item() == want, (dtype, compile)
+
+
+def test_the_mean_of_half_precision_does_not_overflow(substrate: Substrate) -> None:
+    x = torch.full((substrate.n, 1), 60000.0, dtype=torch.float16)
+    got = substrate.map(lambda group, x: fcoll.all_reduce(x, group, "mean"), x)
+    assert torch.equal(got, x)
 
 
 def test_derivatives_keep_the_dtype(substrate: Substrate) -> None:

@@ -97,8 +97,9 @@ def nest_of(batch: Case) -> str:
 def compiled_differences(batch: Case, program: Callable[..., Any], names: Sequence[str], backend: str) -> list[str]:
     torch.compiler.reset()
     f, arguments, want = program(batch, names)
+    compiled: Callable[..., Any] = torch.compile(f, fullgraph=True, backend=backend)
     try:
-        got = torch.compile(f, fullgraph=True, backend=backend)(*arguments)
+        got = compiled(*arguments)
     except Exception as error:
         error.add_note(f"compiling {program.__name__} of {[part['id'] for part in batch['parts']]}")
         raise
@@ -178,12 +179,12 @@ def test_processes_compiled(n: int, ranks: Pools) -> None:
     batches = together(of_size(SINGLE, n))
     split = [[per_rank(part) for part in batch["parts"]] for batch in batches]
     names = [first_order(batch) for batch in batches]
-    parts = [
-        ([(merged([ps[rank] for ps, _ in s]), which) for s, which in zip(split, names, strict=True)],)
-        for rank in range(n)
-    ]
+
+    def parts_of(rank: int) -> tuple[list[tuple[Case, list[str]]]]:
+        return ([(merged([ps[rank] for ps, _ in pairs]), which) for pairs, which in zip(split, names, strict=True)],)
+
     problems = []
-    for rank, results in enumerate(ranks(n).run(run_parts, "aot_eager", per_rank=parts)):
+    for rank, results in enumerate(ranks(n).run(run_parts, "aot_eager", per_rank=[parts_of(r) for r in range(n)])):
         for batch, pairs, which, result in zip(batches, split, names, results, strict=True):
             for k, (part, (_, wants)) in enumerate(zip(batch["parts"], pairs, strict=True)):
                 label = f"{part['id']} compiled, rank {rank}"
@@ -214,7 +215,7 @@ def test_constant(case: Case) -> None:
 
 # ---- errors
 
-RIGHT_HERE = {  # JAX raises, fcoll computes: the value, of the stack of inputs
+RIGHT_HERE: dict[str, Callable[[Tensor], Tensor]] = {  # JAX raises, fcoll computes: the value, of the stack of inputs
     "ppermute/error/partial-under-vmap": lambda x: torch.stack((0 * x[0], x[0], x[1], 0 * x[0])),
     "all_to_all/error/grad-untiled-split-not-concat": lambda x: 2 * x,
     "pmax/error/grad-stop-outside": lambda x: x.amax(0).expand(x.shape),

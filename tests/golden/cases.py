@@ -284,8 +284,8 @@ def per_rank(case: Case) -> tuple[list[Case], list[dict[str, Any]]]:
     levels: list[Level] = case["levels"]
     ins, outs = [level.in_axis for level in levels], [level.out_axis for level in levels]
     ranked = [0 if axis is None else axis for axis in ins]
-    axes: dict[str, list[Any]] = dict.fromkeys(("ct", "out", "jvp", "gg_ct"), outs)
-    axes |= dict.fromkeys(("in", "tan"), ins) | dict.fromkeys(LIKE_INPUT, ranked)
+    axes: dict[str, Sequence[int | None]] = {"in": ins, "tan": ins, "vjp": ranked, "gg_x": ranked}
+    axes.update(ct=outs, out=outs, jvp=outs, gg_ct=outs)
     common = {key: value for key, value in case.items() if key in ("id", "op", "family", "params", "levels")}
     common |= {key: value for key, value in case.items() if key in ("in_layout", "invariant")}
     parts, wants = [], []

@@ -27,8 +27,10 @@ COLLECTIVES: list[Callable[..., Any]] = [
     lax.pshuffle,
     lax.pswapaxes,
     lax.psum_scatter,
+    lax.all_gather,
+    lax.all_to_all,
+    lax.pcast,
 ]
-COLLECTIVES += [lax.all_gather, lax.all_to_all, lax.pcast]
 
 
 def evaluate(expression: str, groups: Groups, **values: Any) -> Any:
