@@ -103,6 +103,13 @@ def batched(x: torch.Tensor) -> bool:
     return bool(_functorch.is_batchedtensor(x) and _functorch.maybe_get_level(x) == level())
 
 
+def hint(size: Any) -> int:
+    """A size as it is now: `int` would tie a compiled graph to it where it is a symbol."""
+    from torch.fx.experimental.symbolic_shapes import guarding_hint_or_throw
+
+    return int(guarding_hint_or_throw(size)) if isinstance(size, torch.SymInt) else int(size)
+
+
 def hides_dtensor(x: torch.Tensor) -> bool:
     """Whether `x` is a DTensor that a torch.func transform has wrapped."""
     while _functorch.is_functorch_wrapped_tensor(x):

@@ -226,9 +226,18 @@ def subgroups(group: GroupLike, ranks: Sequence[Sequence[int]]) -> Group:
     process = process_of(resolve("subgroups", group).layout)
     if len(members) != process.n:
         fail("value", "subgroups: the lists must hold each of {} ranks exactly once, got {}", process.n, str(partition))
-    of_world = dist.get_process_group_ranks(process.group())
-    own = next(subgroup for subgroup in partition if process.here() in subgroup)
-    return _group_of(tuple(of_world[process.rank(rank)] for rank in own))
+    return Group(None, (), Process(*_own_subgroup(process.name, process.n, process.order, partition)))
+
+
+@_torch.assume_constant_result  # while tracing too, the group is made for good
+def _own_subgroup(
+    name: str, n: int, order: tuple[int, ...], partition: tuple[tuple[int, ...], ...]
+) -> tuple[str, int, tuple[int, ...]]:
+    parent = Process(name, n, order)
+    of_world = dist.get_process_group_ranks(parent.group())
+    own = next(subgroup for subgroup in partition if parent.here() in subgroup)
+    ranks = tuple(of_world[parent.rank(rank)] for rank in own)
+    return make_group(ranks).group_name, len(ranks), order_of(ranks)
 
 
 def _group_of(ranks: tuple[int, ...]) -> Group:

@@ -26,7 +26,7 @@ Around = Sequence[tuple[str, int, str]]
 """See `axes.sizes`."""
 
 _runs: dict[str, Run] = {}
-_verified: dict[str, set[Any]] = {}
+_verified: dict[str, dict[Any, str]] = {}  # by arguments, why there was no check, or ""
 _warned: set[str] = set()
 _labels = itertools.count()
 
@@ -36,7 +36,7 @@ def enlist(name: str, run: Run) -> str:
     if torch.compiler.is_compiling():
         return ""
     label = f"{name}#{next(_labels)}"
-    _runs[label], _verified[label] = run, set()
+    _runs[label], _verified[label] = run, {}
     return label
 
 
@@ -51,22 +51,22 @@ def keep_with(mapped: Callable[..., Any], label: str) -> None:
     weakref.finalize(mapped, forget)
 
 
-def verify(label: str, entries: list[Entries], args: tuple[Any, ...], leaves: Sequence[Tensor]) -> None:
-    """Run the check, unless it was run for such arguments before."""
+def verify(label: str, entries: list[Entries], args: tuple[Any, ...], leaves: Sequence[Tensor]) -> str:
+    """Run the check, unless it was run for such arguments before. Returns why it cannot run, for `warn`."""
     around = axes.sizes()
     if not torch.compiler.is_compiling():
-        _verify(label, entries, args, leaves, around)
-    elif label and _plain(args):
+        return _verify(label, entries, args, leaves, around)
+    if label and _plain(args):
         _in_graph(label, tuple(entries), args, around)
-    else:
-        _warn(label, "it is made, or called with other containers than dicts, lists and tuples, in compiled code")
+        return ""
+    return "it is made, or called with other containers than dicts, lists and tuples, in compiled code"
 
 
 @_torch.allow_in_graph  # so that it runs, on Dynamo's fake tensors, while Dynamo traces its caller
 def _in_graph(label: str, entries: Any, args: Any, around: Any) -> Tensor:
     args = _thawed(args)
     leaves = [leaf if isinstance(leaf, Tensor) else torch.tensor(leaf) for leaf in trees.flatten(args)[0]]
-    _verify(label, list(entries), args, leaves, around)
+    _verify(label, list(entries), args, leaves, around)  # what cannot be evaluated, Dynamo cannot trace either
     return torch.zeros(())
 
 
@@ -81,30 +81,29 @@ def _thawed(tree: Any) -> Any:
     return tree
 
 
-def _verify(label: str, entries: list[Entries], args: Any, leaves: Sequence[Tensor], around: Around) -> None:
+def _verify(label: str, entries: list[Entries], args: Any, leaves: Sequence[Tensor], around: Around) -> str:
     _, structure = trees.flatten(args)
-    looks = tuple((tuple(map(int, leaf.shape)), leaf.dtype, leaf.device) for leaf in leaves)
-    key = (tuple(entries), structure, looks, tuple(map(tuple, around)))
+    looks = tuple((tuple(map(_torch.hint, leaf.shape)), leaf.dtype, leaf.device) for leaf in leaves)
+    around = tuple((name, _torch.hint(n), mesh) for name, n, mesh in around)
+    key = (tuple(entries), structure, looks, around)
     if key in _verified[label]:
-        return
+        return _verified[label][key]
 
     def run() -> None:
         fake = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in looks]
         _runs[label](fake, structure, entries)
 
+    reason = ""
     try:
         with _torch.fakes(), recorder.paused():
             _within(around, run)
     except FcollError:
         raise
     except Exception as error:  # what f does with data, it may not be able to do without
-        _warn(
-            label,
-            f"{label.split('#')[0]} cannot be evaluated on fake tensors ({type(error).__name__}: {error})".split("\n")[
-                0
-            ],
-        )
-    _verified[label].add(key)
+        name, first = label.split("#")[0], str(error).split("\n")[0]
+        reason = f"{name} cannot be evaluated on fake tensors ({type(error).__name__}: {first})"
+    _verified[label][key] = reason
+    return reason
 
 
 def _within(around: Around, run: Callable[[], None]) -> None:
@@ -130,11 +129,12 @@ def _plain(tree: Any) -> bool:
         return all(map(_plain, tree.values()))
     if isinstance(tree, (list, tuple)):
         return all(map(_plain, tree))
-    return tree is None or isinstance(tree, (Tensor, bool, int, float))
+    return tree is None or isinstance(tree, (Tensor, bool, int, float, complex))
 
 
 @_torch.assume_constant_result
-def _warn(label: str, reason: str) -> bool:
+def warn(label: str, reason: str) -> bool:
+    """Say once that a map runs without a check."""
     if label not in _warned:
         _warned.add(label)
         warnings.warn(f"shard_map: what out_specs says is replicated is not checked: {reason}", stacklevel=2)

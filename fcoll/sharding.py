@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -22,9 +22,29 @@ from fcoll.bind import bind
 from fcoll.errors import fail
 from fcoll.maps import replicated, unvarying
 from fcoll.meshes import Mesh, Shape
-from fcoll.specs import Entries, P, from_ranks, to_ranks
+from fcoll.specs import Entries, P, from_ranks, spelled, to_ranks
 
 
+class Mapped(Protocol):
+    """What `shard_map` returns."""
+
+    __name__: str
+
+    def __call__(self, *args: Any) -> Any:
+        """The result for global values."""
+
+    def on(self, mesh: Mesh) -> Mapped:
+        """The same map over another mesh."""
+
+
+@overload
+def shard_map(
+    f: Callable[..., Any], mesh: Mesh | None = None, in_specs: Any = None, out_specs: Any = None, *, check: bool = True
+) -> Mapped: ...
+@overload
+def shard_map(
+    f: None = None, mesh: Mesh | None = None, in_specs: Any = None, out_specs: Any = None, *, check: bool = True
+) -> Callable[[Callable[..., Any]], Mapped]: ...
 def shard_map(
     f: Callable[..., Any] | None = None,
     mesh: Mesh | None = None,
@@ -129,11 +149,13 @@ def _call(job: _Job, mesh: Mesh, label: str, args: tuple[Any, ...]) -> Any:
     entries = _spread("in_specs", job.in_specs, args, len(leaves))
     for i, leaf in enumerate(leaves):
         leaves[i] = _checked(job.shape, _Leaf("args", args, i), leaf, entries[i])
-    if job.check:
-        replication.verify(label, entries, args, leaves)
-    if not job.shape.processes and not recorder.active():
+    unchecked = replication.verify(label, entries, args, leaves) if job.check else ""
+    if not job.shape.processes and not recorder.active():  # whose vmaps check themselves
         return _on_virtual(job, leaves, structure, entries, _torch.level())
-    return _on_processes(job, mesh, leaves, structure, entries, _torch.level())
+    out = _on_processes(job, mesh, leaves, structure, entries, _torch.level())
+    if unchecked:  # said now, since f, with data, may have run into the same error
+        replication.warn(label, unchecked)
+    return out
 
 
 def _on_virtual(job: _Job, leaves: list[Tensor], structure: Any, entries: list[Entries], outside: int) -> Any:
@@ -343,7 +365,7 @@ def _spread(name: str, specs: Any, tree: Any, n: int) -> list[Entries]:
         leaves = None
     if leaves is None:
         what = "arguments" if name == "in_specs" else "result"
-        fail("value", "shard_map: {}={} is no prefix of the tree of the {}", name, str(specs), what)
+        fail("value", "shard_map: {}={} is no prefix of the tree of the {}", name, spelled(specs), what)
     return [spec.entries if spec is not None else () for spec in leaves]
 
 
@@ -361,15 +383,15 @@ def _checked(shape: Shape, leaf: _Leaf, value: Any, spec: Entries) -> Tensor:
     """An argument's leaf as a tensor that fits its spec."""
     x = _tensor(leaf, value, "leaves are")
     if len(spec) > x.ndim:
-        leaf.fail("value", "has shape {}, fewer axes than its spec {} has entries", x.shape, str(spec))
+        leaf.fail("value", "has shape {}, fewer axes than its spec {} has entries", x.shape, spelled(P(*spec)))
     for axis, names in enumerate(spec):
         n = 1
         for name in names:
             n *= shape.sizes[shape.axis_names.index(name)]
         if x.shape[axis] % n:
             leaf.fail(
-                "value", "has shape {}: size {} of axis {} is not a multiple of {}, the size of mesh axis {}; pad it",
-                x.shape, x.shape[axis], axis, n, repr(names[0]) if len(names) == 1 else str(names),
+                "value", "has shape {}: size {} of axis {} is not a multiple of {}, the size of mesh {}; pad it",
+                x.shape, x.shape[axis], axis, n, f"axis {names[0]!r}" if len(names) == 1 else f"axes {names}",
             )  # fmt: skip
     if isinstance(x, DTensor):
         if not shape.processes:
@@ -386,7 +408,7 @@ def _result(leaf: _Leaf, value: Any, spec: Entries) -> Tensor:
     """A leaf of what f returns, as a tensor that fits its spec."""
     y = _tensor(leaf, value, "f returns")
     if len(spec) > y.ndim:
-        leaf.fail("value", "has shape {}, fewer axes than its spec {} has entries", y.shape, str(spec))
+        leaf.fail("value", "has shape {}, fewer axes than its spec {} has entries", y.shape, spelled(P(*spec)))
     return y
 
 

@@ -54,7 +54,7 @@ class P:
         return hash(self.entries)
 
     def __repr__(self) -> str:
-        return f"P({', '.join(map(_spelled, self.entries))})"
+        return spelled(self)
 
 
 def _names(entry: Any) -> tuple[str, ...]:
@@ -69,6 +69,19 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 def _spelled(entry: tuple[str, ...]) -> str:
     return repr(entry[0] if len(entry) == 1 else entry) if entry else "None"
+
+
+def spelled(specs: Any) -> str:
+    """A tree of specs as Python code, for messages: Dynamo cannot `str` containers."""
+    if isinstance(specs, dict):
+        return "{" + ", ".join([f"{key!r}: {spelled(value)}" for key, value in specs.items()]) + "}"
+    if type(specs) is list:
+        return "[" + ", ".join([spelled(value) for value in specs]) + "]"
+    if type(specs) is tuple:
+        return "(" + ", ".join([spelled(value) for value in specs]) + ("," if len(specs) == 1 else "") + ")"
+    if isinstance(specs, P):
+        return "P(" + ", ".join([_spelled(entry) for entry in specs.entries]) + ")"
+    return "None" if specs is None else f"a {type(specs).__name__}"
 
 
 # A leaf between its global shape and the shape that has the ranks in front. Plain operations: exact under autograd.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from places import Place
 
 from fcoll.testing import Emulated, Processes, Ranks, Substrate
 
@@ -28,3 +29,9 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 def substrate(request: pytest.FixtureRequest, ranks: Callable[[int], Ranks]) -> Substrate:
     kind, n = request.param
     return Emulated(n) if kind == "emulated" else Processes(ranks(n))
+
+
+@pytest.fixture(params=["virtual", "gloo"])
+def place(request: pytest.FixtureRequest, ranks: Callable[[int], Ranks]) -> Place:
+    """See `places.Place`."""
+    return Place(request.param, ranks)

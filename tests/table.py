@@ -1,7 +1,7 @@
 """One row per variant of a collective: how it is called, and what it means on the values of all ranks.
 
-The meaning is written without fcoll, on lists with one tensor per rank: `value` gives the results from the inputs, and `vjp`
-the cotangents of the inputs from the inputs and the cotangents of the results. The tests of values, derivatives,
+The meaning is written without fcoll, on lists with one tensor per rank: `value` gives the results from the inputs, and
+`vjp` the cotangents of the inputs from the inputs and the cotangents of the results. The tests of values, derivatives,
 `vmap` and compile run over these rows, on every substrate.
 """
 
@@ -32,6 +32,10 @@ class Row:
 
     def __str__(self) -> str:
         return self.name.replace(" ", "-")
+
+    def on(self, group: Any) -> Callable[[Any], Any]:
+        """The call in this group."""
+        return lambda x: self.call(x, group)
 
     def inputs(self, n: int, seed: int = 0) -> Tensor:
         """A stack of inputs, different on every rank."""

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from common import Pools, grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch import Tensor
-from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import fcoll
-from fcoll.testing import Emulated, Processes, Ranks, Substrate
+from fcoll.testing import Emulated, Processes, Substrate
 
-Pools = Callable[[int], Ranks]
 PLACES = [(kind, compile) for kind in ("emulated", "gloo") for compile in (None, "aot_eager")]
 
 
@@ -40,7 +39,8 @@ class Place:
 
 @pytest.fixture(params=PLACES, ids=lambda p: f"{p[0]}-{'compiled' if p[1] else 'eager'}")
 def place(request: pytest.FixtureRequest, ranks: Pools) -> Place:
-    return Place(*request.param, ranks)
+    kind, compile = request.param
+    return Place(kind, compile, ranks)
 
 
 def close(got: Any, want: Any) -> None:
@@ -212,7 +212,7 @@ def test_case_07_roots_are_counted_within_the_group(ranks: Pools, compile: str |
         "scatter 1": [[-3], [3]],
         "grad scatter 1": [[1], [0]],
     }
-    for name, part in {"listed": [[0, 3], [1, 2]], "turned": [[0, 3], [2, 1]]}.items():  # pairs, as emulated ones are even
+    for name, part in {"listed": [[0, 3], [1, 2]], "turned": [[0, 3], [2, 1]]}.items():  # all of one size
         pairs = fcoll.subgroups("i", part)
         run = fcoll.vmap(lambda x, pairs=pairs: program(pairs, index("i"), x), axis_name="i")
         emulated = run(torch.tensor([[1.0], [3.0], [5.0], [0.0]]))

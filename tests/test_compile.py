@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
-import functorch
+import functorch  # type: ignore[import-untyped]
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import aot_function, nop
+from common import Pools, close, draw, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from functorch.compile import aot_function, nop  # type: ignore[import-untyped]
+from table import TABLE, Row
 from torch import Tensor
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fcoll
 from fcoll.testing import Emulated, Processes, Ranks, Substrate
-from table import TABLE, Row
 
-Pools = Callable[[int], Ranks]
 ROWS = {row.name: row for row in TABLE}
 KINDS = [  # one row for each record and each way through a public function
     "all_reduce", "all_reduce max", "all_reduce prod", "all_reduce invariant", "all_reduce max invariant",
     "all_reduce prod invariant", "all_gather", "all_gather untiled invariant", "reduce_scatter axis -1",
-    "reduce_scatter max", "all_to_all axes 0 1", "broadcast from last", "reduce to last", "reduce max", "gather untiled",
-    "scatter from last axis -1", "permute chain", "shift", "vary", "split", "axis_index", "axis_size",
+    "reduce_scatter max", "all_to_all axes 0 1", "broadcast from last", "reduce to last", "reduce max",
+    "gather untiled", "scatter from last axis -1", "permute chain", "shift", "vary", "split", "axis_index", "axis_size",
 ]  # fmt: skip
 
 
@@ -38,20 +38,12 @@ def both(request: pytest.FixtureRequest, ranks: Pools) -> Substrate:
     return Emulated(3) if request.param == "emulated" else Processes(ranks(2))
 
 
-def close(got: Any, want: Any, at: str = "") -> None:
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, msg=lambda text: f"{at}: {text}")
-
-
-def draw(shape: Any, seed: int = 1) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def like(row: Row, n: int) -> tuple[Tensor, Tensor, Tensor]:
     stack = row.inputs(n)
     return stack, draw(row.values(stack).shape, 1), draw(stack.shape, 2)
 
 
-def named(f: Callable[[Any], Any], **options: Any) -> Callable[..., Any]:
+def named(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return fcoll.vmap(f, axis_name="i", **options)
 
 
@@ -149,9 +141,10 @@ def test_backward(both: Substrate) -> None:
 
 def test_inductor(both: Substrate) -> None:
     """One of each kind: linear, not linear, declared, a movement, a root, and what tells the ranks apart."""
-    rows = [ROWS[n] for n in ("all_reduce", "all_reduce max", "split", "all_to_all", "gather", "permute one", "axis_index")]
+    kinds = ("all_reduce", "all_reduce max", "split", "all_to_all", "gather", "permute one", "axis_index")
+    rows = [ROWS[name] for name in kinds]
 
-    def f(group: Any, xs: dict[str, Tensor]) -> dict[str, Any]:
+    def f(group: Any, xs: dict[str, Tensor]) -> Any:
         def loss(xs: dict[str, Tensor]) -> tuple[Tensor, Any]:
             ys = {row.name: row.call(xs[row.name], group) for row in rows}
             total: Any = sum((y**2).sum() for y in ys.values())
@@ -166,7 +159,7 @@ def test_inductor(both: Substrate) -> None:
 def test_compile_around_the_map_and_transforms_around_compile() -> None:
     row = ROWS["all_reduce prod"]
     x, c, _ = like(row, 3)
-    f = named(lambda x: row.call(x, "i"))
+    f = named(row.on("i"))
 
     def total(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda x: (f(x) * c).sum()
@@ -180,7 +173,7 @@ def test_compile_around_the_map_and_transforms_around_compile() -> None:
     close(compiled(lambda x: vjp(f, x)[1](c)[0])(x), want, "compile(vjp(vmap))")
     close(compiled(hessian(total(f)))(x), hessian(total(lambda x: x.prod(0).expand_as(x)))(x), "compile(hessian(vmap))")
     close(compiled(vmap(f, 1, 1))(torch.stack((x, 2 * x), 1))[:, 0], row.values(x), "compile(vmap(vmap))")
-    partly = torch.compile(lambda x: row.call(x, "i"), backend="aot_eager")  # torch runs it eagerly inside transforms
+    partly = torch.compile(row.on("i"), backend="aot_eager")  # torch runs it eagerly inside transforms
     close(named(partly)(x), row.values(x), "vmap(compile)")
     close(named(lambda x, c: vjp(partly, x)[1](c)[0])(x, c), want, "vmap(vjp(compile))")
     close(grad(total(torch.compile(f, backend="aot_eager")))(x), want, "grad(compile(vmap))")
@@ -188,6 +181,21 @@ def test_compile_around_the_map_and_transforms_around_compile() -> None:
     leaf = x.clone().requires_grad_()
     total(compiled(f))(leaf).backward()
     close(leaf.grad, want, "backward of compile(vmap)")
+
+
+def test_names_on_a_thread_that_has_seen_none() -> None:
+    """Compiled functions come first there, and the second must find what the first found."""
+    x, out = torch.tensor([1.0, 2.0]), []
+
+    def run() -> None:
+        for f in (lambda x: fcoll.all_reduce(x, "i"), grad(lambda x: fcoll.all_reduce(x, "i") ** 2)):
+            torch.compiler.reset()
+            out.append(torch.compile(named(f), fullgraph=True, backend="aot_eager")(x).tolist())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert out == [[3, 3], [12, 12]]
 
 
 def test_keyword_and_default_arguments() -> None:
@@ -317,7 +325,8 @@ def test_every_kind_of_group(ranks: Pools) -> None:
             def loss(x: Tensor, g: Any = g) -> Any:
                 return (fcoll.all_gather(x, g) * torch.arange(fcoll.axis_size(g))).sum() * (fcoll.axis_index(g) + 1)
 
-            out[name] = float(torch.compile(grad(loss), fullgraph=True, backend="aot_eager")(x)), float(grad(loss)(x))
+            run: Any = torch.compile(grad(loss), fullgraph=True, backend="aot_eager")
+            out[name] = float(run(x)), float(grad(loss)(x))
         return out
 
     got = ranks(4).run(f, per_rank=[(torch.tensor([float(rank)]),) for rank in range(4)])
@@ -423,14 +432,15 @@ def test_aot_tracing(both: Substrate) -> None:
 def fails(f: Callable[[Tensor], Any]) -> bool:
     """Whether jacfwd over grad of f under a vmap cannot be compiled."""
     try:
-        torch.compile(vmap(jacfwd(grad(f))), fullgraph=True, backend="aot_eager")(torch.ones(2, 3))
+        run: Any = torch.compile(vmap(jacfwd(grad(f))), fullgraph=True, backend="aot_eager")
+        run(torch.ones(2, 3))
     except Exception:
         return True
     return False
 
 
 def test_jacfwd_of_grad_in_a_vmap_is_torchs_limit() -> None:
-    """torch cannot compile it, collective or not. Here in a process of its own, since it may leave functorch's stack dirty."""
+    """torch cannot compile it, collective or not. In a process of its own, as it may leave functorch's stack dirty."""
     with Ranks(1) as own:
         assert own.run(fails, lambda x: (x**3).sum()) == [True]
 
@@ -440,7 +450,8 @@ def test_jacfwd_of_grad_of_a_process() -> None:
 
     def f(x: Tensor) -> Any:
         f = jacfwd(grad(lambda x: (fcoll.all_reduce(x, fcoll.WORLD) ** 3).sum()))
-        return torch.compile(f, fullgraph=True, backend="aot_eager")(x), f(x)
+        run: Any = torch.compile(f, fullgraph=True, backend="aot_eager")
+        return run(x), f(x)
 
     with Ranks(2) as own:
         for got, want in own.run(f, torch.ones(2)):

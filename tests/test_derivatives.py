@@ -1,23 +1,23 @@
-"""Derivatives of every row of the table: all modes, orders and compositions, against plain torch on the stack of all ranks."""
+"""Derivatives of every row of the table: all modes, orders and compositions, against plain torch on the stack."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from common import Pools, close, draw, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from table import DIFFERENTIABLE, TRANSPOSED, Row
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fcoll
-from fcoll.testing import Emulated, Processes, Ranks, Substrate, check_adjoint
-from table import DIFFERENTIABLE, TRANSPOSED, Row
+from fcoll.testing import Emulated, Processes, Substrate, check_adjoint
 
-Pools = Callable[[int], Ranks]
 NAMED = {row.name: row for row in DIFFERENTIABLE}
 
 
@@ -25,14 +25,6 @@ NAMED = {row.name: row for row in DIFFERENTIABLE}
 def three(request: pytest.FixtureRequest, ranks: Pools) -> Substrate:
     """Three ranks, for what takes long: the fewest on which a permutation and its inverse differ."""
     return Emulated(3) if request.param == "emulated" else Processes(ranks(3))
-
-
-def close(got: Any, want: Any, at: str = "") -> None:
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, msg=lambda text: f"{at}: {text}")
-
-
-def draw(shape: Any, seed: int = 1) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def like(row: Row, n: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,10 +55,7 @@ def test_vjp(substrate: Substrate) -> None:
     def f(group: Any, stacks: Any) -> Any:
         out = {}
         for row, (x, c, _) in local(stacks):
-
-            def call(x: Tensor, row: Row = row) -> Any:
-                return row.call(x, group)
-
+            call = row.on(group)
             y, pull = vjp(call, x)
             out[row.name] = {
                 "value": y,
@@ -110,10 +99,7 @@ def test_jvp(substrate: Substrate) -> None:
     def f(group: Any, stacks: Any) -> Any:
         out = {}
         for row, (x, _, t) in local(stacks):
-
-            def call(x: Tensor, row: Row = row) -> Any:
-                return row.call(x, group)
-
+            call = row.on(group)
             out[row.name] = (*jvp(call, (x,), (t,)), jvp(call, (strided(x),), (strided(t),))[1])
         return out
 
@@ -134,10 +120,7 @@ def test_jacobians(three: Substrate) -> None:
     def f(group: Any, stacks: Any) -> Any:
         out = {}
         for row, (x, _, _) in local(stacks):
-
-            def call(x: Tensor, row: Row = row) -> Any:
-                return row.call(x, group)
-
+            call = row.on(group)
             out[row.name] = {"jacrev": jacrev(call)(x), "jacfwd": jacfwd(call)(x)}
         return out
 
@@ -157,18 +140,19 @@ def test_adjoint_identity(ranks: Pools) -> None:
     def on_rank(n: int) -> None:
         rank = int(fcoll.axis_index(fcoll.WORLD))
         for row in TRANSPOSED:
-            check_adjoint(lambda x, row=row: row.call(x, fcoll.WORLD), row.inputs(n)[rank], fcoll.WORLD)
-            check_adjoint(lambda x, row=row: grad_of(row, fcoll.WORLD)(x), row.inputs(n)[rank], fcoll.WORLD)
+            check_adjoint(row.on(fcoll.WORLD), row.inputs(n)[rank], fcoll.WORLD)
+            check_adjoint(grad_of(row, fcoll.WORLD), row.inputs(n)[rank], fcoll.WORLD)
 
     for n in (1, 3):
         for row in TRANSPOSED:
-            check_adjoint(lambda x, row=row: row.call(x, "i"), row.inputs(n), "i")
-            check_adjoint(lambda x, row=row: grad_of(row, "i")(x), row.inputs(n), "i")
+            check_adjoint(row.on("i"), row.inputs(n), "i")
+            check_adjoint(grad_of(row, "i"), row.inputs(n), "i")
     ranks(3).run(on_rank, 3)
 
 
 def grad_of(row: Row, group: Any) -> Callable[[Any], Any]:
-    return grad(lambda x: (row.call(x, group) ** 3).sum())
+    out: Callable[[Any], Any] = grad(lambda x: (row.call(x, group) ** 3).sum())
+    return out
 
 
 # ---- second order
@@ -279,16 +263,11 @@ def test_second_order_backward(three: Substrate) -> None:
         return out
 
     if isinstance(three, Emulated):
-        got = {
-            row.name: penalty(fcoll.vmap(lambda x, row=row: row.call(x, "i"), axis_name="i"), x, c)
-            for row, (x, c, _) in local(stacks)
-        }
+        got = {row.name: penalty(fcoll.vmap(row.on("i"), axis_name="i"), x, c) for row, (x, c, _) in local(stacks)}
     else:
 
         def on_rank(group: Any, stacks: Any) -> Any:
-            return {
-                row.name: penalty(lambda x, row=row: row.call(x, group), x, c) for row, (x, c, _) in local(stacks)
-            }
+            return {row.name: penalty(row.on(group), x, c) for row, (x, c, _) in local(stacks)}
 
         got = three.map(on_rank, stacks)
     for row, (x, c, _) in local(stacks):
@@ -304,9 +283,7 @@ def test_vmap(three: Substrate) -> None:
     def f(group: Any, stacks: Any) -> Any:
         out = {}
         for row, (x, c, t) in local(stacks):
-
-            def call(x: Tensor, row: Row = row) -> Any:
-                return row.call(x, group)
+            call = row.on(group)
 
             def pull(x: Tensor, c: Tensor, call: Any = call) -> Any:
                 return vjp(call, x)[1](c)[0]
@@ -332,21 +309,18 @@ def test_vmap(three: Substrate) -> None:
     stacks = {row.name: like(row, n) for row in DIFFERENTIABLE}
     got = three.map(f, stacks)
     for row, (x, c, t) in local(stacks):
-
-        def both(f: Callable[[float], Tensor]) -> Tensor:
-            return torch.stack((f(1.0), f(2.0)), 2)
-
-        value = both(lambda k: row.values(k * x))
-        pulled, pushed = both(lambda k: row.pull(k * x, k * c)), both(lambda k: push(row, k * x, k * t))
+        value = torch.stack((row.values(x), row.values(2 * x)), 2)
+        pulled = torch.stack((row.pull(x, c), row.pull(2 * x, 2 * c)), 2)
+        pushed = torch.stack((push(row, x, t), push(row, 2 * x, 2 * t)), 2)
         want = {
             "value": value,
             "value, axis -1": value,
             "twice": value,
             "vjp": pulled,
-            "vjp, x the same": both(lambda k: row.pull(x, k * c)),
+            "vjp, x the same": torch.stack((row.pull(x, c), row.pull(x, 2 * c)), 2),
             "vjp of vmap": pulled,
             "jvp": pushed,
-            "jvp, x the same": both(lambda k: push(row, x, k * t)),
+            "jvp, x the same": torch.stack((push(row, x, t), push(row, x, 2 * t)), 2),
             "jvp of vmap": pushed,
         }
         for how in want:
@@ -360,7 +334,7 @@ def test_vmap(three: Substrate) -> None:
 def test_from_outside_the_map(n: int) -> None:
     for row in DIFFERENTIABLE:
         x, c, t = like(row, n)
-        f = fcoll.vmap(lambda x, row=row: row.call(x, "i"), axis_name="i")
+        f = fcoll.vmap(row.on("i"), axis_name="i")
         close(vjp(f, x)[1](c)[0], row.pull(x, c), row.name)
         close(jvp(f, (x,), (t,))[1], push(row, x, t), row.name)
         xs, cs, ts = (torch.stack((v, 2 * v), -1) for v in (x, c, t))
@@ -377,7 +351,7 @@ def test_from_outside_the_map(n: int) -> None:
 def test_gradcheck() -> None:
     for row in TRANSPOSED:
         x = row.inputs(2).requires_grad_()
-        f = fcoll.vmap(lambda x, row=row: row.call(x, "i"), axis_name="i")
+        f = fcoll.vmap(row.on("i"), axis_name="i")
         assert torch.autograd.gradcheck(f, x, check_forward_ad=True, check_batched_grad=True), row.name
         assert torch.autograd.gradgradcheck(f, x), row.name
 
@@ -411,6 +385,29 @@ def test_ties_of_an_extremum_are_shared_evenly(substrate: Substrate) -> None:
     close(got["jvp"], torch.tensor([[5 * total / n, 7.0 * n, mean]] * n, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_second_order_at_ties(substrate: Substrate, invariant: bool) -> None:
+    """As torch.amax has it on the stack, with a result that counts n times, or once."""
+    n = substrate.n
+    x = torch.tensor([[5.0, 5.0, 1.0]] * (n - 1) + [[5.0, 7.0, 0.0]], dtype=torch.float64)
+
+    def f(group: Any, x: Tensor) -> Any:
+        weight = fcoll.axis_index(group) + 1
+
+        def gradient(x: Tensor) -> Any:
+            return grad(lambda x: (fcoll.all_reduce(x, group, "max", invariant=invariant) ** 3).sum())(x)
+
+        reverse = grad(lambda x: (weight * gradient(x)).sum())(x)
+        return reverse, jvp(gradient, (x,), (x * weight,))[1]
+
+    def gradient(x: Tensor) -> Any:
+        return grad(lambda x: (1 if invariant else n) * (x.amax(0) ** 3).sum())(x)
+
+    weight = torch.arange(1.0, n + 1, dtype=torch.float64).view(n, 1)
+    want = grad(lambda x: (weight * gradient(x)).sum())(x), jvp(gradient, (x,), (x * weight,))[1]
+    close(substrate.map(f, x), want)
+
+
 def test_nan_propagates_through_extrema(substrate: Substrate) -> None:
     """To the result on every rank, whichever rank has it; and into the gradient."""
     n, nan = substrate.n, float("nan")
@@ -422,16 +419,18 @@ def test_nan_propagates_through_extrema(substrate: Substrate) -> None:
         return {
             (op, invariant): (
                 fcoll.all_reduce(x, group, op, invariant=invariant),
+                torch.stack([fcoll.all_reduce(row, group, op, invariant=invariant) for row in x[:, 0]]),
                 fcoll.reduce(x, group, n - 1, op),
                 fcoll.reduce_scatter(x, group, 0, op),
-                grad(lambda x, op=op: fcoll.all_reduce(x, group, op, invariant=invariant).sum())(x),
+                grad(lambda x, op=op, once=invariant: fcoll.all_reduce(x, group, op, invariant=once).sum())(x),
             )
             for op in ("max", "min")
             for invariant in (False, True)
         }
 
-    for key, (everywhere, at_root, block, gradient) in substrate.map(f, x).items():
+    for key, (everywhere, singly, at_root, block, gradient) in substrate.map(f, x).items():
         assert everywhere.isnan().all(), key
+        assert singly.isnan().all(), key  # backends take another path there
         assert at_root[n - 1].isnan().all(), key
         assert block.isnan().all(), key
         assert gradient.isnan().all(), key
@@ -525,7 +524,7 @@ def test_backward_after_the_scope_has_gone(threaded: bool) -> None:
 def test_vjp_after_the_scope_has_gone() -> None:
     for row in DIFFERENTIABLE:
         x, c, _ = like(row, 3)
-        pull = vjp(fcoll.vmap(lambda x, row=row: row.call(x, "i"), axis_name="i"), x)[1]
+        pull = vjp(fcoll.vmap(row.on("i"), axis_name="i"), x)[1]
         fcoll.vmap(lambda z: fcoll.all_reduce(z, "i"), axis_name="i")(torch.ones(5))  # the name means 5 ranks now
         assert names_are_unbound()
         close(pull(c)[0], row.pull(x, c), row.name)
@@ -580,10 +579,10 @@ def test_checkpoint(three: Substrate) -> None:
 def each(substrate: Substrate, f: Callable[[Callable[[Tensor], Tensor], Row, Any], Any], stacks: Any) -> Any:
     """f(call, row, values) per row: in each process; in emulation from outside, where `call` maps stacks."""
     if isinstance(substrate, Emulated):
-        return {name: f(lambda x, row=row: emulated(row, x), row, stacks[name]) for name, row in names(stacks)}
+        return {name: f(functools.partial(emulated, row), row, stacks[name]) for name, row in names(stacks)}
 
     def on_rank(group: Any, mine: Any) -> Any:
-        return {name: f(lambda x, row=row: row.call(x, group), row, mine[name]) for name, row in names(mine)}
+        return {name: f(row.on(group), row, mine[name]) for name, row in names(mine)}
 
     return substrate.map(on_rank, stacks)
 

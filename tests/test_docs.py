@@ -42,7 +42,9 @@ FOUND = with_examples()
 
 def run(text: str, name: str, scope: dict[str, Any]) -> int:
     """Run the examples of a text; the number of them."""
-    test = doctest.DocTestParser().get_doctest(text, scope, name, None, None)
+    test = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
+    test.globs = scope
+    scope.setdefault("__name__", "__main__")  # which torch.compile asks for
     out: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     runner.run(test, out=out.append, clear_globs=False)

@@ -1,21 +1,21 @@
-"""Bad calls: the documented exception with the same message in emulation, on a process group and compiled, and nothing is sent."""
+"""Bad calls: the same exception and message in emulation, on a process group and compiled, and nothing is sent."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from common import Pools
 from torch import Tensor
 
 import fcoll
 from fcoll.testing import Ranks
-
-Pools = Callable[[int], Ranks]
 
 
 class Bad(NamedTuple):
@@ -25,7 +25,11 @@ class Bad(NamedTuple):
     kind: type[Exception]
     message: str  # <group> stands for the group's description
 
+    def on(self, group: Any) -> Callable[[Any], Any]:
+        return lambda x: self.call(x, group)
 
+
+KINDS = "a group is an axis name, a tuple of names, a ProcessGroup, a DeviceMesh, a fcoll.Group or fcoll.WORLD"
 SHAPE = "tree has shape (3, 2)"
 BAD = {
     # operations
@@ -228,14 +232,12 @@ BAD = {
     "no group": Bad(
         lambda x, g: fcoll.all_reduce(x, None),  # type: ignore[arg-type]
         TypeError,
-        "all_reduce: a group is an axis name, a tuple of names, a ProcessGroup, a DeviceMesh, a fcoll.Group or fcoll.WORLD, "
-        "got NoneType",
+        f"all_reduce: {KINDS}, got NoneType",
     ),
     "a list of names": Bad(
         lambda x, g: fcoll.axis_size(["i"]),  # type: ignore[arg-type]
         TypeError,
-        "axis_size: a group is an axis name, a tuple of names, a ProcessGroup, a DeviceMesh, a fcoll.Group or fcoll.WORLD, "
-        "got list",
+        f"axis_size: {KINDS}, got list",
     ),
     "a tuple of something else": Bad(
         lambda x, g: fcoll.axis_index((0, 1)),  # type: ignore[arg-type]
@@ -263,17 +265,18 @@ def told(f: Callable[[], Any]) -> Told:
 def tell_all(compile: bool, run: Callable[[Callable[[Any], Any]], Callable[[Any], Any]], group: Any) -> dict[str, Told]:
     out = {}
     for name, bad in BAD.items():
-        f = run(lambda x, bad=bad: bad.call(x, group))
+        f = run(bad.on(group))
         if compile:
             torch.compiler.reset()
             f = torch.compile(f, fullgraph=True, backend="eager")
-        out[name] = told(lambda f=f: f(torch.ones(2, 3, 2)))
+        out[name] = told(functools.partial(f, torch.ones(2, 3, 2)))
     return out
 
 
 def expected(group: str) -> dict[str, Told]:
     return {
-        name: Told(["FcollError", bad.kind.__name__], bad.message.replace("<group>", group)) for name, bad in BAD.items()
+        name: Told(["FcollError", bad.kind.__name__], bad.message.replace("<group>", group))
+        for name, bad in BAD.items()
     }
 
 
@@ -298,7 +301,7 @@ def test_on_a_process_group(ranks: Pools, compile: bool) -> None:
         out = {}
         for turn in range(2):
             if dist.get_rank() == turn:
-                out = tell_all(compile, lambda f: lambda stack: f(stack[turn]), fcoll.WORLD)
+                out = tell_all(compile, lambda f: lambda stack: f(stack[0]), fcoll.WORLD)
             dist.barrier()
         return out, dist.group.WORLD.group_name, float(fcoll.all_reduce(1.0, fcoll.WORLD))  # type: ignore[union-attr]
 
@@ -333,7 +336,8 @@ def test_unbound_names_in_a_process(ranks: Pools) -> None:
 
 def test_a_name_twice() -> None:
     text = "all_gather: axis names must be distinct, got ('inner', 'inner')"
-    assert told(lambda: nested(lambda x: fcoll.all_gather(x, ("inner", "inner")))) == (["FcollError", "ValueError"], text)
+    twice = ("inner", "inner")
+    assert told(lambda: nested(lambda x: fcoll.all_gather(x, twice))) == (["FcollError", "ValueError"], text)
 
 
 def test_no_world() -> None:
@@ -456,9 +460,11 @@ def test_a_leaf_is_named_by_python_code(place: str) -> None:
 def test_a_leaf_is_named_in_a_process_and_compiled(ranks: Pools) -> None:
     def f() -> list[str]:
         tree = {"a": [Head(torch.ones(2), torch.ones(3))]}
-        call = lambda tree: fcoll.split(tree, fcoll.WORLD)  # noqa: E731
-        compiled = torch.compile(call, fullgraph=True, backend="eager")
-        return [told(lambda: run(tree)).message for run in (call, compiled)]  # type: ignore[no-untyped-call]
+
+        def call() -> Any:
+            return fcoll.split(tree, fcoll.WORLD)
+
+        return [told(call).message, told(torch.compile(call, fullgraph=True, backend="eager")).message]
 
     for messages in ranks(2).run(f):
         for message in messages:

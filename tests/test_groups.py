@@ -8,34 +8,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from common import Pools, close, draw, grad, vjp
+from table import DIFFERENTIABLE, TABLE, TRANSPOSED, Row
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.func import grad, vjp
 
 import fcoll
-from fcoll.testing import Ranks
-from table import DIFFERENTIABLE, TABLE, TRANSPOSED, Row
-
-Pools = Callable[[int], Ranks]
-
-
-def close(got: Any, want: Any, at: str = "") -> None:
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, msg=lambda text: f"{at}: {text}")
-
-
-def draw(shape: Any, seed: int = 1) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def my(part: list[list[int]]) -> list[int]:
     return next(members for members in part if dist.get_rank() in members)
 
 
+def made(part: list[list[int]]) -> Any:
+    """torch's own group of this rank. All ranks make all groups: torch counts them."""
+    return [dist.new_group(members) for members in part][part.index(my(part))]
+
+
 # Per kind of group: how each of 4 ranks makes its own, and the lists of ranks that belong together, in their order.
 KINDS: dict[str, tuple[Callable[[], Any], list[list[int]]]] = {
     "WORLD": (lambda: fcoll.WORLD, [[0, 1, 2, 3]]),
     "torch's world": (lambda: dist.group.WORLD, [[0, 1, 2, 3]]),
-    "a process group": (lambda: dist.new_group(my([[1, 3], [0, 2]]), use_local_synchronization=True), [[1, 3], [0, 2]]),
+    "a process group": (lambda: made([[1, 3], [0, 2]]), [[1, 3], [0, 2]]),
     "all ranks, listed": (lambda: fcoll.group([2, 0, 3, 1]), [[2, 0, 3, 1]]),
     "without rank 0, listed": (lambda: fcoll.group(my([[3, 1, 2], [0]])), [[3, 1, 2], [0]]),
     "two pairs, listed": (lambda: fcoll.group(my([[3, 0], [1, 2]])), [[3, 0], [1, 2]]),
@@ -46,7 +40,7 @@ KINDS: dict[str, tuple[Callable[[], Any], list[list[int]]]] = {
         [[2, 1], [3, 0]],
     ),
     "subgroups of a process group": (
-        lambda: fcoll.subgroups(dist.new_group(my([[0, 1], [2, 3]]), use_local_synchronization=True), [[1, 0]]),
+        lambda: fcoll.subgroups(made([[0, 1], [2, 3]]), [[1, 0]]),
         [[1, 0], [3, 2]],
     ),
     "a mesh": (lambda: init_device_mesh("cpu", (4,)), [[0, 1, 2, 3]]),
@@ -71,7 +65,7 @@ ROWS = [row for row in TABLE if not VARIANTS & set(row.name.split()[1:])]  # of 
 
 def locals_of(row: Row, part: list[list[int]]) -> dict[int, tuple[Tensor, Tensor]]:
     """Inputs and cotangents of each rank; their shapes depend on the size of its group."""
-    out = {}
+    out: dict[int, tuple[Tensor, Tensor]] = {}
     for members in part:
         x = row.inputs(len(members))
         c = draw(row.values(x).shape, len(out))
@@ -83,13 +77,14 @@ def test_every_kind_of_group(ranks: Pools) -> None:
     values = {kind: {row.name: locals_of(row, part) for row in ROWS} for kind, (_, part) in KINDS.items()}
 
     def f(values: Any) -> Any:
-        rank, out = dist.get_rank(), {}
+        rank = dist.get_rank()
+        out: dict[Any, Any] = {}
         for kind, (make, _) in KINDS.items():
             group = make()
             for row in ROWS:
                 x, c = values[kind][row.name][rank]
                 y = row.call(x, group)
-                pulled = vjp(lambda x, row=row, group=group: row.call(x, group), x)[1](c)[0] if row.vjp else None
+                pulled = vjp(row.on(group), x)[1](c)[0] if row.vjp else None
                 out[kind, row.name] = y, pulled
             out[kind] = int(fcoll.axis_index(group)), fcoll.axis_size(group)
         return out
@@ -128,7 +123,7 @@ def test_subgroups_of_a_name(part: list[list[int]]) -> None:
         n = len(part[0])
         pieces = [row.inputs(n, seed) for seed in range(len(part))]
         x, want = to_ranks(torch.cat(pieces)), to_ranks(torch.cat([row.values(piece) for piece in pieces]))
-        close(fcoll.vmap(lambda x, row=row: row.call(x, group), axis_name="i")(x), want, row.name)
+        close(fcoll.vmap(row.on(group), axis_name="i")(x), want, row.name)
         if row.vjp:
             c = draw(want.shape)
             cs = c.index_select(0, sent).split(n)
@@ -138,7 +133,7 @@ def test_subgroups_of_a_name(part: list[list[int]]) -> None:
                 return vjp(lambda x: row.call(x, group), x)[1](c)[0]
 
             close(fcoll.vmap(pull, axis_name="i")(x, c), pulled, row.name)
-            outside = vjp(fcoll.vmap(lambda x, row=row: row.call(x, group), axis_name="i"), x)[1](c)[0]
+            outside = vjp(fcoll.vmap(row.on(group), axis_name="i"), x)[1](c)[0]
             close(outside, pulled, row.name)
 
     index = fcoll.vmap(lambda: fcoll.axis_index(group), axis_name="i", axis_size=4)()
@@ -206,7 +201,7 @@ def test_a_tuple_of_names_is_row_major(order: tuple[str, str]) -> None:
 
     for row in TABLE:
         x = row.inputs(6)
-        f = nested(lambda x, row=row: row.call(x, order), sizes)
+        f = nested(row.on(order), sizes)
         close(f(to_mesh(x)), to_mesh(row.values(x)), row.name)
         if row.vjp:
             c = draw(row.values(x).shape)
@@ -214,7 +209,7 @@ def test_a_tuple_of_names_is_row_major(order: tuple[str, str]) -> None:
             close(vjp(f, to_mesh(x))[1](to_mesh(c))[0], want, f"{row.name}, from outside")
 
             def pull(pair: Any, row: Row = row) -> Any:
-                return vjp(lambda x: row.call(x, order), pair[0])[1](pair[1])[0]
+                return vjp(row.on(order), pair[0])[1](pair[1])[0]
 
             close(nested(pull, sizes)((to_mesh(x), to_mesh(c))), want, f"{row.name}, inside")
 
@@ -223,9 +218,9 @@ def test_one_name_of_two_is_one_axis() -> None:
     for row in TABLE:
         x = torch.stack([row.inputs(3, seed) for seed in range(2)])
         for group in ("b", ("b",)):
-            f = nested(lambda x, row=row, group=group: row.call(x, group), {"a": 2, "b": 3})
+            f = nested(row.on(group), {"a": 2, "b": 3})
             close(f(x), torch.stack([row.values(part) for part in x]), row.name)
-            g = nested(lambda x, row=row, group=group: row.call(x, group), {"b": 3, "a": 2})
+            g = nested(row.on(group), {"b": 3, "a": 2})
             close(g(x.transpose(0, 1)), f(x).transpose(0, 1), row.name)
 
 
@@ -245,10 +240,10 @@ def test_no_name_is_a_group_of_one() -> None:
         x = row.inputs(1)
         close(row.call(x[0], ()), row.values(x)[0], row.name)
         assert row.call(x[0], ()).data_ptr() != x.data_ptr(), row.name
-        close(fcoll.vmap(lambda x, row=row: row.call(x, ()), axis_name="i")(x), row.values(x), row.name)
+        close(fcoll.vmap(row.on(()), axis_name="i")(x), row.values(x), row.name)
         if row.vjp:
             c = draw(row.values(x).shape)
-            close(vjp(lambda x, row=row: row.call(x, ()), x[0])[1](c[0])[0], row.pull(x, c)[0], row.name)
+            close(vjp(row.on(()), x[0])[1](c[0])[0], row.pull(x, c)[0], row.name)
     assert int(fcoll.axis_index(())) == 0
     assert fcoll.axis_size(()) == 1
 
@@ -296,10 +291,14 @@ def test_an_emulated_axis_and_a_process_group_in_one_function(ranks: Pools) -> N
             close(torch.stack([mine[row.name, name] for mine in got]), want, f"{row.name}, {name}")
 
 
+def summed(row: Row) -> Callable[[Any], Any]:
+    return lambda x: fcoll.all_reduce(row.call(x, "i"), "j")
+
+
 def test_both_axes_emulated_against_the_table() -> None:
     """What the test above compares with: an all_reduce over one axis around each row over the other."""
     for row in TRANSPOSED:
         x = torch.stack([row.inputs(3, seed) for seed in range(2)])
-        f = nested(lambda x, row=row: fcoll.all_reduce(row.call(x, "i"), "j"), {"j": 2, "i": 3})
+        f = nested(summed(row), {"j": 2, "i": 3})
         want = torch.stack([row.values(part) for part in x]).sum(0)
         close(f(x), torch.stack((want, want)), row.name)

@@ -122,7 +122,8 @@ def private_torch(module: ast.Module) -> set[str]:
     names, found = torch_names(module), set()
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
-            found |= {a.name for a in node.names if a.name.startswith("torch.") and any(map(private, a.name.split(".")))}
+            names_here = [alias.name for alias in node.names if alias.name.startswith("torch.")]
+            found |= {name for name in names_here if any(map(private, name.split(".")))}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             found |= {part for part in parts if private(part)}
@@ -141,7 +142,15 @@ OPERATORS = {"torch.ops._c10d_functional"}  # the operators that compilers know:
 
 
 def test_the_scan_finds_private_names() -> None:
-    found = private_torch(ast.parse("import torch\nfrom torch._C import _x\ntorch.a._b.c\nself._d\nimport torch._e as e\nx._is_view()"))
+    lines = [
+        "import torch",
+        "from torch._C import _x",
+        "torch.a._b.c",
+        "self._d",
+        "import torch._e as e",
+        "x._is_view()",
+    ]
+    found = private_torch(ast.parse("\n".join(lines)))
     assert found == {"_C", "_x", "torch.a._b", "torch._e", "_is_view"}
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
+from common import grad, vjp
 from torch import Tensor
-from torch.func import grad, vjp
 
 import fcoll
 from fcoll.testing import Substrate, check_adjoint
@@ -38,10 +38,14 @@ class Slotted:
     weight: Any
 
 
-@optree.dataclasses.dataclass(namespace=optree.registry.__GLOBAL_NAMESPACE)  # type: ignore[call-overload,untyped-decorator]
+dataclass: Any = optree.dataclasses.dataclass  # mypy takes these for the standard ones
+static: Any = optree.dataclasses.field
+
+
+@dataclass(namespace=optree.registry.__GLOBAL_NAMESPACE)
 class Registered:
     weight: Any
-    rate: float = optree.dataclasses.field(pytree_node=False, default=0.5)
+    rate: float = static(pytree_node=False, default=0.5)
 
 
 def a() -> Tensor:
@@ -161,7 +165,8 @@ def test_a_dataclass_may_be_in_a_tree_twice() -> None:
 
 
 def test_a_dataclass_that_optree_knows_is_treated_as_it_says() -> None:
-    got = fcoll.vmap(lambda t: fcoll.all_reduce(t, "i"), axis_name="i")(Registered(torch.ones(2, 3), 0.25))
+    known: Any = Registered
+    got = fcoll.vmap(lambda t: fcoll.all_reduce(t, "i"), axis_name="i")(known(torch.ones(2, 3), 0.25))
     assert type(got) is Registered
     assert got.rate == 0.25
     assert got.weight.tolist() == [[2, 2, 2]] * 2

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from common import grad, jvp, vjp
 from torch import Tensor
-from torch.func import grad, jvp, vjp
 
 import fcoll
 
@@ -49,7 +50,12 @@ SAME_AS_TORCH: dict[str, tuple[Callable[..., Any], Any, Any, tuple[Any, ...]]] =
     "axes as a list": (lambda x, y: x + y, [0, 1], 0, (A, B)),
     "one axis for all": (lambda x, y: x * y, 0, 0, (A, A)),
     "a tree": (lambda t: {"p": t["x"] + t["y"][0], "q": t["y"][1]}, 0, 0, ({"x": A, "y": (A, A)},)),
-    "axes as a tree": (lambda t: t["x"] + t["y"][0] * t["y"][1], ({"x": 0, "y": (1, None)},), 0, ({"x": A, "y": (B, 2.0)},)),
+    "axes as a tree": (
+        lambda t: t["x"] + t["y"][0] * t["y"][1],
+        ({"x": 0, "y": (1, None)},),
+        0,
+        ({"x": A, "y": (B, 2.0)},),
+    ),
     "axes as a prefix": (lambda t, x: (t["x"] + t["y"]) * x, (1, None), 0, ({"x": B, "y": B}, A[0])),
     "a number": (lambda x, k: x * k, (0, None), 0, (A, 3.0)),
     "results in two places": (lambda x: (x, x.sum()), 0, (1, 0), (A,)),
@@ -102,7 +108,10 @@ def test_keyword_arguments_are_passed_on() -> None:
 
 
 def test_numbers_are_results() -> None:
-    got = fcoll.vmap(lambda x: {"n": fcoll.axis_size("i"), "half": 0.5, "yes": True, "z": 1j}, axis_name="i")(torch.ones(3))
+    def f(x: Tensor) -> Any:
+        return {"n": fcoll.axis_size("i"), "half": 0.5, "yes": True, "z": 1j}
+
+    got = fcoll.vmap(f, axis_name="i")(torch.ones(3))
     assert {name: y.tolist() for name, y in got.items()} == {
         "n": [3] * 3,
         "half": [0.5] * 3,
@@ -270,8 +279,10 @@ def same(*args: Any) -> Any:
 
 
 def test_bad_names() -> None:
-    for name, kind in ((3, "int"), (None, "NoneType"), (("a", "b"), "tuple")):
-        bad(TypeError, f"vmap: axis_name is a string, got {kind}", lambda name=name: fcoll.vmap(same, axis_name=name))
+    names: list[Any] = [3, None, ("a", "b")]
+    for name in names:
+        text = f"vmap: axis_name is a string, got {type(name).__name__}"
+        bad(TypeError, text, functools.partial(fcoll.vmap, same, axis_name=name))
     with pytest.raises(TypeError, match="axis_name"):
         fcoll.vmap(same)  # type: ignore[call-arg]
 

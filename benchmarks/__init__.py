@@ -1,0 +1,1 @@
+"""Measurements of fcoll beside its peers; `make bench` runs them."""

@@ -1,0 +1,248 @@
+"""What fcoll takes for granted of torch without a promise. A new torch that breaks fcoll breaks these first."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import Pools
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fcoll import _torch
+from fcoll.testing import Ranks
+
+NAMES = [
+    "torch._C._functorch.peek_interpreter_stack",
+    "torch._C._functorch.maybe_current_level",
+    "torch._C._functorch.maybe_get_level",
+    "torch._C._functorch.is_batchedtensor",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.get_unwrapped",
+    "torch._C._len_torch_dispatch_stack",
+    "torch.autograd.forward_ad._current_level",
+    "torch.distributed.distributed_c10d._resolve_process_group",
+    "torch.distributed.distributed_c10d._world",
+    "torch.distributed.distributed_c10d._new_process_group_helper",
+    "torch.distributed.distributed_c10d._get_default_timeout",
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.utils._python_dispatch._disable_current_modes",
+    "torch._inductor.config.unsafe_marked_cacheable_functions",
+    "torch._dynamo.exc.Unsupported",
+    "torch._dynamo.exc.UnspecializeRestartAnalysis",
+    "torch.ops._c10d_functional.all_reduce",
+    "torch.ops._c10d_functional.all_gather_into_tensor",
+    "torch.ops._c10d_functional.reduce_scatter_tensor",
+    "torch.ops._c10d_functional.all_to_all_single",
+    "torch.ops._c10d_functional.broadcast",
+    "torch.ops._c10d_functional.wait_tensor",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_exists(name: str) -> None:
+    __import__("torch._inductor.config")
+    __import__("torch._dynamo.exc")
+    __import__("torch._functorch.pyfunctorch")
+    found: Any = torch
+    for part in name.split(".")[1:]:
+        found = getattr(found, part)
+    assert found is not None
+
+
+def test_all_names_of_the_file_are_listed() -> None:
+    source = inspect.getsource(_torch)
+    private = {name.split(".")[-1] for name in NAMES if "torch.ops" not in name}
+    for name in private:
+        assert name in source, f"{name} is no longer used"
+
+
+def test_transforming_sees_every_transform() -> None:
+    seen: list[bool] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(_torch.transforming())
+        return x.sin().sum()
+
+    x = torch.ones(2)
+    f(x)
+    torch.func.grad(f)(x)
+    torch.func.vmap(f)(torch.ones(2, 2))
+    torch.func.jvp(f, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        f(x)
+    f(x)
+    assert seen == [False, True, True, True, True, False]
+
+
+def test_tracing_sees_every_tracer() -> None:
+    seen: list[bool] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(_torch.tracing(x))
+        return x.sin()
+
+    f(torch.ones(2))
+    f(torch.nn.Parameter(torch.ones(2)))
+    make_fx(f)(torch.ones(2))
+    make_fx(f, tracing_mode="fake")(torch.ones(2))
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        f(torch.ones(2))
+    assert seen == [False, False, True, True, True]
+
+
+def test_batched_knows_the_innermost_vmap() -> None:
+    seen: list[bool] = []
+
+    def inner(x: Tensor, y: Tensor) -> Tensor:
+        seen.extend([_torch.batched(x), _torch.batched(y), _torch.batched(torch.ones(1)), _torch.batched(x + y)])
+        return x + y
+
+    torch.func.vmap(lambda y: torch.func.vmap(lambda x: inner(x, y))(torch.ones(2)))(torch.ones(3))
+    assert seen == [True, False, False, True]
+    seen.clear()
+    torch.func.vmap(lambda x: torch.func.grad(lambda y: inner(x, y))(x))(torch.ones(2))
+    assert not any(seen)  # the innermost level is the gradient's
+
+
+def test_level_counts_transforms() -> None:
+    seen: list[int] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(_torch.level())
+        return x
+
+    f(torch.ones(2))
+    torch.func.vmap(f)(torch.ones(2))
+    torch.func.vmap(torch.func.vmap(f))(torch.ones(2, 2))
+    torch.func.vmap(torch.func.grad(lambda x: f(x)))(torch.ones(2))
+    assert seen == [0, 1, 2, 2]
+
+
+def test_the_token_of_a_vmap_is_batched_where_the_vmap_is() -> None:
+    """A Function's vmap rule sees, level by level from the innermost, which arguments that level has batched."""
+    seen: list[tuple[Any, ...]] = []
+
+    class Spy(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor, token: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, x: Tensor, token: Tensor) -> Any:
+            seen.append((info.batch_size, *in_dims))
+            return Spy.apply(x, token), in_dims[0]  # type: ignore[no-untyped-call]
+
+    def named(token: Tensor) -> Any:
+        return torch.func.vmap(lambda x: Spy.apply(x, token))(torch.ones(5, 1))  # type: ignore[no-untyped-call]
+
+    torch.func.vmap(named)(torch.arange(3))
+    assert seen == [(5, 0, None), (3, None, 0)]
+
+
+def test_names_lead_to_process_groups(ranks: Pools) -> None:
+    def f() -> bool:
+        world = _torch.world()
+        return _torch.process_group(world.group_name) is world is dist.group.WORLD
+
+    assert ranks(2).run(f) == [True, True]
+
+
+def test_a_new_group_needs_its_members_only() -> None:
+    def f() -> list[float]:
+        if dist.get_rank() == 1:
+            return []
+        made = _torch.new_group([0, 2])
+        x = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(x, group=made)
+        x.add_(made.rank())
+        return [*x.tolist(), *map(float, dist.get_process_group_ranks(made))]
+
+    with Ranks(3) as own:
+        assert own.run(f) == [[2.0, 0.0, 2.0], [], [3.0, 0.0, 2.0]]
+
+
+def test_fakes_are_out_of_reach_of_what_is_around() -> None:
+    def f(x: Tensor) -> Tensor:
+        with _torch.fakes():
+            y = torch.ones(3)
+            assert "Fake" in type(y).__name__
+            assert not torch._C._functorch.is_functorch_wrapped_tensor(y)
+        return x
+
+    torch.func.vmap(torch.func.grad(lambda x: f(x)))(torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, NameError])
+def test_dynamo_lets_the_errors_through(kind: type[Exception]) -> None:
+    @_torch.allow_in_graph
+    def refuse(x: Tensor) -> Tensor:
+        raise _torch.traced_error(kind)("the message")
+
+    torch.compiler.reset()
+    with pytest.raises(kind, match="the message"):
+        torch.compile(lambda x: refuse(x) + 1, fullgraph=True, backend="eager")(torch.ones(1))
+
+
+def test_dynamo_starts_again_when_asked() -> None:
+    runs: list[int] = []
+
+    @_torch.assume_constant_result
+    def once() -> bool:
+        runs.append(1)
+        if len(runs) == 1:
+            _torch.restart_trace("for the test")
+        return True
+
+    torch.compiler.reset()
+    assert torch.compile(lambda x: x + once(), fullgraph=True, backend="eager")(torch.ones(1)).tolist() == [2]
+    assert len(runs) == 2
+
+
+def test_dynamo_keeps_the_vmap_rule_of_a_function_that_it_does_not_trace() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+            return 2 * x, in_dims[0]
+
+    @_torch.allow_in_graph
+    def apply(x: Tensor) -> Tensor:
+        out: Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
+        return out
+
+    torch.compiler.reset()
+    run = torch.compile(torch.func.vmap(lambda x: apply(x)), fullgraph=True, backend="aot_eager")
+    assert run(torch.ones(3)).tolist() == [2, 2, 2]
+
+
+def test_closures_have_code_of_their_own() -> None:
+    def make() -> Callable[[], int]:
+        return lambda: 1
+
+    assert make().__code__ is make().__code__
+    assert _torch.with_own_code(make()).__code__ is not make().__code__
+
+
+def test_marked_functions_are_known_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config, "unsafe_marked_cacheable_functions", {})
+    _torch.mark_cacheable(["a.b"], "1")
+    assert config.unsafe_marked_cacheable_functions == {"a.b": "1"}
