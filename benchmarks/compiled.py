@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import fcoll
@@ -68,11 +67,8 @@ def _function(forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], 
         def backward(ctx: Any, cotangent: Tensor) -> Any:
             return backward(cotangent.contiguous())
 
-    def apply(x: Tensor) -> Tensor:
-        y: Tensor = Collective.apply(x)
-        return y
-
-    return apply
+    apply: Callable[[Tensor], Tensor] = Collective.apply
+    return lambda x: apply(x)
 
 
 def _raw(name: str) -> Callable[[Tensor], Tensor]:
@@ -91,7 +87,8 @@ def _hand(name: str) -> Callable[[Tensor], Tensor]:
     back = [(rank - 1) % N for rank in range(N)]
 
     def permute_back(x: Tensor) -> Tensor:
-        return funcol.wait_tensor(funcol.permute_tensor(x.reshape(-1), back, group)).view(x.shape)
+        y: Tensor = peers.funcol.wait_tensor(peers.funcol.permute_tensor(x.reshape(-1), back, group))
+        return y.view(x.shape)
 
     pairs = {
         "all_reduce": (_raw("all_reduce"), _raw("all_reduce")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ def _measure(name: str, settings: Settings) -> Samples:
     n = dist.get_world_size()
     tree = {f"leaf {i}": torch.randn(SIZE) for i in range(LEAVES)}
     one = next(iter(peers.by_hand(name, n).values()))
-    functions = {
+    functions: dict[str, Callable[[Any], Any]] = {
         "all_reduce": lambda tree: fcoll.all_reduce(tree, fcoll.WORLD),
         "all_gather": lambda tree: fcoll.all_gather(tree, fcoll.WORLD),
         "reduce_scatter": lambda tree: fcoll.reduce_scatter(tree, fcoll.WORLD),
@@ -42,15 +43,17 @@ def _measure(name: str, settings: Settings) -> Samples:
     ours = functions[name]
 
     def by_hand() -> dict[str, Tensor]:
-        leaves = list(tree.values())
+        leaves: list[Any] = list(tree.values())
         if name == "reduce_scatter":  # block r of each leaf goes to rank r
             sent = torch.cat([leaf.view(n, -1) for leaf in leaves], 1)
-            parts: list[Tensor] = list(one(sent).view(-1).split([leaf.numel() // n for leaf in leaves]))
+            flat: Any = one(sent).view(-1)
+            parts = list(flat.split([leaf.numel() // n for leaf in leaves]))
         elif name == "all_gather":
-            received = one(torch.cat(leaves)[None])
+            received: Any = one(torch.cat(leaves)[None])
             parts = [part.reshape(-1) for part in received.split([leaf.numel() for leaf in leaves], 1)]
         else:
-            parts = list(one(torch.cat(leaves)).split([leaf.numel() for leaf in leaves]))
+            whole: Any = one(torch.cat(leaves))
+            parts = list(whole.split([leaf.numel() for leaf in leaves]))
         return dict(zip(tree, parts, strict=True))
 
     def loop() -> dict[str, Tensor]:

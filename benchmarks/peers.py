@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import fcoll
 
 Function = Callable[[Tensor], Tensor]
+
+funcol: Any = importlib.import_module("torch.distributed._functional_collectives")  # partly without annotations
 
 
 def installed(name: str) -> ModuleType | None:
@@ -89,7 +90,7 @@ def by_hand(name: str, n: int) -> dict[str, Function]:
 
     def gather_single(x: Tensor) -> Tensor:
         y = x.new_empty((n * x.shape[0], *x.shape[1:]))
-        dist.all_gather_single(y, x)  # type: ignore[attr-defined]
+        dist.all_gather_single(y, x)
         return y
 
     def gather_list(x: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ def by_hand(name: str, n: int) -> dict[str, Function]:
 
     def scatter_single(x: Tensor) -> Tensor:
         y = x.new_empty((x.shape[0] // n, *x.shape[1:]))
-        dist.reduce_scatter_single(y, x)  # type: ignore[attr-defined]
+        dist.reduce_scatter_single(y, x)
         return y
 
     def exchange(x: Tensor) -> Tensor:
@@ -108,13 +109,13 @@ def by_hand(name: str, n: int) -> dict[str, Function]:
         return y
 
     def exchange_and_sum(x: Tensor) -> Tensor:
-        return exchange(x).unflatten(0, (n, -1)).sum(0)
+        return exchange(x).view((n, *_block(x, n))).sum(0)
 
     def in_two_steps(x: Tensor) -> Tensor:
         return gather_list(exchange_and_sum(x))
 
     def gather_and_sum(x: Tensor) -> Tensor:
-        return gather_single(x).unflatten(0, (n, -1)).sum(0)
+        return gather_single(x).view((n, *x.shape)).sum(0)
 
     def broadcast(x: Tensor) -> Tensor:
         y = x.clone() if rank == 0 else torch.empty_like(x)
@@ -165,7 +166,7 @@ def by_hand(name: str, n: int) -> dict[str, Function]:
         dist.all_to_all_single(y, x, receive, send)
         return y
 
-    moves = {"isend and irecv": send_and_receive, "all_to_all_single, uneven": move_by_exchange}
+    moves: dict[str, Function] = {"isend and irecv": send_and_receive, "all_to_all_single, uneven": move_by_exchange}
     table: dict[str, dict[str, Function]] = {
         "all_reduce": {
             "dist.all_reduce": all_reduce(dist.ReduceOp.SUM),
@@ -271,14 +272,16 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return _Identity.apply(cotangent)
+        return _identity(cotangent)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor) -> tuple[Tensor, Any]:
         return x.clone(), in_dims[0]
 
 
+_identity: Function = _Identity.apply
+
+
 def identity(x: Tensor) -> Tensor:
     """x, by one autograd.Function."""
-    y: Tensor = _Identity.apply(x)
-    return y
+    return _identity(x)

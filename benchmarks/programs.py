@@ -119,8 +119,12 @@ def _program(name: str, settings: Settings) -> Samples:
         key: torch.randn(*([] if dims[key] is None else [N]), *shape) / math.sqrt(shape[0])
         for key, shape in shapes.items()
     }
+
+    def loss(v: Any) -> Any:
+        return program(Torch, v)
+
     step = fcoll.compile(
-        fcoll.vmap(torch.func.grad_and_value(lambda v: program(Torch, v)), in_dims=(dims,), axis_name="i"),
+        fcoll.vmap(torch.func.grad_and_value(loss), in_dims=(dims,), axis_name="i"),
         backend="aot_eager" if settings.quick else "inductor",
         dynamic=False,
     )

@@ -51,6 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=Settings.rounds, help="how often the contestants take turns")
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE", help="where the figures go")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="the tables once more, as docs/performance.md has them"
+    )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the figures as SVG")
     options = parser.parse_args(arguments)
     if options.rounds < 2:
@@ -79,6 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     console.print(f"saved {options.json}")
+    if options.markdown:
+        options.markdown.write_text("\n".join(markdown(TOPICS[topic], rows) for topic, rows in results.items()))
+        console.print(f"saved {options.markdown}")
     if options.plots:
         from benchmarks.plots import draw
 
@@ -136,6 +142,25 @@ def table(heading: str, rows: list[Row]) -> Table:
             spread, bar, met,
         )  # fmt: skip
     return result
+
+
+def markdown(heading: str, rows: list[Row]) -> str:
+    """The rows of one topic, for a document."""
+    lines = [
+        f"### {heading}",
+        "",
+        "| what | peer | fcoll | of the peer | ratio | quartiles | bar |",
+        "|" + " --- |" * 7,
+    ]
+    for row in rows:
+        if row.ratio is None:
+            lines.append(f"| {row.what} | {row.peer} | | | {row.note} | | |")
+            continue
+        spread = "" if row.low == row.high else f"{number(row.low)} … {number(row.high)}"
+        bar = "" if row.bar is None else f"≤ {number(row.bar)}, {'met' if row.met else 'missed'}"
+        ours, theirs = quantity(row.ours, row.unit), quantity(row.theirs, row.unit)
+        lines.append(f"| {row.what} | {row.peer} | {ours} | {theirs} | {number(row.ratio)} | {spread} | {bar} |")
+    return "\n".join([*lines, ""])
 
 
 def number(value: float | None) -> str:

@@ -82,6 +82,19 @@ def tracing(x: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0 or type(x) not in _PLAIN
 
 
+def unknown(x: torch.Tensor) -> torch.Tensor:
+    """x, of whose value the tracer knows nothing.
+
+    torch's tracers compute what follows from constants as they trace: a collective of `torch.tensor(1.0)` would
+    communicate then, and its result would be part of the graph.
+    """
+    from torch._subclasses.functional_tensor import mb_unwrap_functional_tensor
+
+    if getattr(mb_unwrap_functional_tensor(x), "constant", None) is None:
+        return x
+    return torch.cat((x.reshape(-1), torch.empty(0, dtype=x.dtype, device=x.device))).view(x.shape)
+
+
 def transforming() -> bool:
     """Whether a torch.func transform or a forward-mode level is active."""
     return (

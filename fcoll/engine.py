@@ -98,7 +98,7 @@ def all_reduce(x: Tensor, op: str, process: Process) -> Tensor:
         return all_gather(x, process).prod(0)
     wire, back = _reducible(x, op)
     if _torch.tracing(x):
-        return back(_c10d.wait_tensor(_c10d.all_reduce(wire.contiguous(), _NAMES[op], process.name)))
+        return back(_c10d.wait_tensor(_c10d.all_reduce(_torch.unknown(wire.contiguous()), _NAMES[op], process.name)))
     buffer = wire.clone(memory_format=torch.contiguous_format)
     process.group().allreduce([buffer], _OPTIONS[op]).wait()  # dist.all_reduce takes twice as long to get here
     return back(buffer)
@@ -108,7 +108,8 @@ def all_gather(x: Tensor, process: Process) -> Tensor:
     """Stack every rank's x."""
     wire, back = _movable(x)
     if _torch.tracing(x):
-        gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(wire.unsqueeze(0), process.n, process.name))
+        wire = _torch.unknown(wire.unsqueeze(0))
+        gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(wire, process.n, process.name))
     else:
         gathered = wire.new_empty((process.n, *wire.shape))
         if x.device.type == "cpu":  # gloo is faster with a list
@@ -126,7 +127,7 @@ def reduce_scatter(blocks: Tensor, process: Process) -> Tensor:
     wire, back = _reducible(_to_ranks(blocks, process), "sum")
     wire = wire.contiguous()
     if traced:
-        block = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(wire, "sum", process.n, process.name))
+        block = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(_torch.unknown(wire), "sum", process.n, process.name))
     else:
         block = wire.new_empty((1, *wire.shape[1:]))
         dist.reduce_scatter_tensor(block, wire, group=process.group())
@@ -143,7 +144,7 @@ def broadcast(x: Tensor, src: int, process: Process) -> Tensor:
     wire, back = _movable(x)
     root = process.rank(src)
     if _torch.tracing(x):
-        return back(_c10d.wait_tensor(_c10d.broadcast(wire, root, process.name)))
+        return back(_c10d.wait_tensor(_c10d.broadcast(_torch.unknown(wire), root, process.name)))
     buffer = wire.clone()
     dist.broadcast(buffer, group=process.group(), group_src=root)
     return back(buffer)
@@ -192,7 +193,7 @@ def exchange(rows: Tensor, send: list[int], receive: list[int], process: Process
     """Send `send[q]` rows to rank q and receive `receive[q]` rows from it, both in the order of ranks."""
     wire, back = _movable(rows)
     if _torch.tracing(rows):
-        return back(_c10d.wait_tensor(_c10d.all_to_all_single(wire, receive, send, process.name)))
+        return back(_c10d.wait_tensor(_c10d.all_to_all_single(_torch.unknown(wire), receive, send, process.name)))
     received = wire.new_empty((sum(receive), *wire.shape[1:]))
     dist.all_to_all_single(received, wire, receive, send, group=process.group())
     return back(received)

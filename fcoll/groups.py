@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcoll import _torch, axes, meshes
-from fcoll.engine import Process, make_group, order_of
+from fcoll import _torch, axes, meshes, recorder
+from fcoll.engine import SIMULATED, Process, make_group, order_of
 from fcoll.errors import fail
 
 PENDING = -1  # see Layout.at
@@ -267,6 +267,8 @@ def _named(function: str, names: tuple[Any, ...]) -> Axis:
         mesh = found[0].mesh
         if not all(axis.mesh == mesh for axis in found):
             fail("value", "{}: the names {} are not axes of one mesh; call it once for each", function, label)
+        if recorder.active():
+            mesh = SIMULATED + mesh.removeprefix(SIMULATED)
         return _of_process(Process(*meshes.process_along(mesh, names)), label, outside)
     if len(tokens) != len(found):
         fail("value", "{}: the names {} are not axes of one mesh; call it once for each", function, label)

@@ -173,12 +173,13 @@ def shape_of(function: str, mesh: Any) -> Shape:
 def process_along(key: str, names: tuple[str, ...]) -> tuple[str, int, tuple[int, ...]]:
     """Name, size and order of the process group along some axes of a mesh, major first, through this rank.
 
-    Of a virtual mesh it is a simulated group, for traces: it has a size, and this rank is its first.
+    In traces it is a simulated group: it has a size, and this rank is its first.
     """
     found = _groups.get((key, names))
     if found is None:
-        mesh = _registered[key]
-        if isinstance(mesh, VirtualMesh):
+        mesh = _registered[key.removeprefix(SIMULATED)]
+        if key.startswith(SIMULATED) or isinstance(mesh, VirtualMesh):
+            assert mesh.mesh_dim_names is not None
             n = math.prod(mesh.shape[mesh.mesh_dim_names.index(name)] for name in names)
             found = SIMULATED + ",".join(names), n, ()
         else:

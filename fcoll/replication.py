@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fcoll import _torch, axes, recorder, trees
+from fcoll.engine import SIMULATED
 from fcoll.errors import FcollError
 from fcoll.specs import Entries
 
@@ -113,7 +114,7 @@ def _within(around: Around, run: Callable[[], None]) -> None:
     (name, n, mesh), *inner = around
 
     def level(token: Tensor) -> Tensor:
-        with axes.bound([axes.Named(name, n, None if mesh else token, mesh)]):
+        with axes.bound([axes.Named(name, n, None if mesh else token, mesh and SIMULATED + mesh)]):
             _within(inner, run)
         return token
 

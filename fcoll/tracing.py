@@ -206,7 +206,7 @@ def trace(f: Callable[..., Any], mesh: Mesh | None = None) -> Callable[..., Trac
 
         with _torch.fakes():
             fake_args, fake_kwargs = trees.map_leaves(_fake, (args, kwargs))
-            with axes.bound(scope), recorder.listening(listen):
+            with axes.bound(scope), recorder.listening(listen), torch.compiler.set_stance("force_eager"):
                 f(*fake_args, **fake_kwargs)
         return Trace(records)
 
