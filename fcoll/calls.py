@@ -115,14 +115,14 @@ class Call(Generic[Tree]):
         return axis
 
     def _even(self) -> None:
-        if len(set(map(len, self.axis.layout.partition))) > 1:
+        if not self.axis.even:
             fail("value", "{}: the subgroups of {} have different sizes", self.function, self.axis.label)
 
     def check_op(self, op: str, among: Sequence[str] = tuple(RECORDS)) -> None:
         """The operation exists, and for every leaf's dtype."""
         if op not in among:
             fail("value", "{}: op is one of {}, got {!r}", self.function, ", ".join(among), op)
-        if op == "prod":
+        if op == "prod" and self.axis.layout.partition:  # whose derivative gathers within each, on one stack of all
             self._even()
         for i, leaf in enumerate(self.leaves):
             dtype = leaf.dtype
@@ -141,7 +141,7 @@ class Call(Generic[Tree]):
         """A rank of the group."""
         if not isinstance(rank, int) or isinstance(rank, bool):
             fail("type", "{}: {} is an integer, got {}", self.function, name, type(rank).__name__)
-        n = min(map(len, self.axis.layout.partition)) if self.axis.layout.partition else self.axis.n
+        n = min(self.axis.layout.subgroups, default=self.axis.n)
         if not 0 <= rank < n:
             fail(
                 "value", "{}: {}={} is not a rank of {}: they go from 0 to {}, counted within the group",

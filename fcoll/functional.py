@@ -440,6 +440,6 @@ def axis_size(group: GroupLike) -> int:
         tensor([0.5000, 0.5000])
     """
     axis = groups.resolve("axis_size", group)
-    if len(set(map(len, axis.layout.partition))) > 1:
+    if not axis.even:
         fail("value", "axis_size: the subgroups of {} have different sizes", axis.label)
     return axis.n

@@ -30,6 +30,7 @@ class Layout(NamedTuple):
     partition: tuple[tuple[int, ...], ...]  # subgroups, as indices; () for one group of all
     outside: int  # up to which transform derivatives are those of a whole map (see shard_map); -1 for none
     label: str  # for messages
+    subgroups: tuple[int, ...] = ()  # the sizes of all, where the group is one of several
 
 
 class Axis(NamedTuple):
@@ -44,6 +45,11 @@ class Axis(NamedTuple):
         if self.layout.partition:
             return max(map(len, self.layout.partition))
         return math.prod(self.layout.sizes)
+
+    @property
+    def even(self) -> bool:
+        """Whether all subgroups have one size."""
+        return len(set(self.layout.subgroups)) < 2
 
     @property
     def label(self) -> str:
@@ -91,7 +97,8 @@ def resolve(function: str, group: GroupLike) -> Axis:
         return _named(function, group)
     if isinstance(group, Group):
         if group.process is not None:
-            return _of_process(group.process, f"process group {group.process.name!r}")
+            axis = _of_process(group.process, f"process group {group.process.name!r}")
+            return axis._replace(layout=axis.layout._replace(subgroups=tuple(map(len, group.partition))))
         parent = group.parent
         names = (parent,) if isinstance(parent, str) else parent or ()
         axis = _named(function, names)
@@ -102,7 +109,8 @@ def resolve(function: str, group: GroupLike) -> Axis:
                 "{}: subgroups of {} must hold each of its {} ranks exactly once, got {}",
                 function, axis.label, axis.n, str(group.partition),
             )  # fmt: skip
-        return axis._replace(layout=axis.layout._replace(partition=group.partition))
+        sizes = tuple(map(len, group.partition))
+        return axis._replace(layout=axis.layout._replace(partition=group.partition, subgroups=sizes))
     if group is WORLD and dist.is_initialized():
         group = _torch.world()
     name, n, order, problem = _process(group)
@@ -226,7 +234,7 @@ def subgroups(group: GroupLike, ranks: Sequence[Sequence[int]]) -> Group:
     process = process_of(resolve("subgroups", group).layout)
     if len(members) != process.n:
         fail("value", "subgroups: the lists must hold each of {} ranks exactly once, got {}", process.n, str(partition))
-    return Group(None, (), Process(*_own_subgroup(process.name, process.n, process.order, partition)))
+    return Group(None, partition, Process(*_own_subgroup(process.name, process.n, process.order, partition)))
 
 
 @_torch.assume_constant_result  # while tracing too, the group is made for good
