@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,16 +13,24 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule
 
 
-def graphs_of(f: Callable[..., Tensor], *args: Tensor) -> list[GraphModule]:
-    """The graphs after AOTAutograd; the backward's too where an argument requires a gradient."""
-    found: list[GraphModule] = []
+class Captured(NamedTuple):
+    """A graph after AOTAutograd, and the seconds from the call to its delivery."""
+
+    graph: GraphModule
+    seconds: float
+
+
+def graphs_of(f: Callable[..., Tensor], *args: Tensor) -> list[Captured]:
+    """The graphs of f; the backward's too where an argument requires a gradient."""
+    found: list[Captured] = []
 
     def keep(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        found.append(graph)
+        found.append(Captured(graph, time.perf_counter() - start))
         boxed: Callable[..., Any] = make_boxed_func(graph.forward)
         return boxed
 
     torch._dynamo.reset()
+    start = time.perf_counter()
     y = torch.compile(f, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(*args)
     if isinstance(y, Tensor) and y.requires_grad:
         y.backward(torch.ones_like(y))
@@ -30,12 +39,16 @@ def graphs_of(f: Callable[..., Tensor], *args: Tensor) -> list[GraphModule]:
     return found
 
 
-def nodes(graph: GraphModule) -> int:
-    """How many operations a graph has."""
-    return sum(node.op == "call_function" for node in graph.graph.nodes)
+def nodes(captured: list[Captured]) -> int:
+    """How many operations the graphs have."""
+    return len(_targets(captured))
 
 
-def communications(graph: GraphModule) -> int:
+def communications(captured: list[Captured]) -> int:
     """How many of them communicate."""
-    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    return sum(name.startswith("_c10d_functional.") and "wait_tensor" not in name for name in names)
+    return sum(name.startswith("_c10d_functional.") and "wait_tensor" not in name for name in _targets(captured))
+
+
+def _targets(captured: list[Captured]) -> list[str]:
+    graphs = [each.graph.graph for each in captured]
+    return [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]

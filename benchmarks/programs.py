@@ -6,6 +6,7 @@ Every program is one function of an array library and of the collectives, so bot
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -98,20 +99,30 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def rows(settings: Settings) -> list[Row]:
-    """Each program against JAX; a sum alone against compiled torch and JAX."""
+    """Each program against JAX; a sum alone against compiled torch and JAX. On one core, then on all."""
     result = []
-    for name in ("Megatron MLP",) if settings.quick else PROGRAMS:
-        what = f"{name}, {N} ranks, forward and gradients"
-        samples = apart(_program, name, settings)
-        result.append(compare(what, samples, JAX, 1.0) if JAX in samples else missing(what, JAX))
-    samples = apart(_lone, settings)
-    what = "all_reduce alone, 8 ranks, 32 KiB in all"
-    result.append(compare(what, samples, HAND, 1.1))
-    result.append(compare(what, samples, JAX) if JAX in samples else missing(what, JAX))
+    settled = ("one core", "all cores") if hasattr(os, "sched_setaffinity") else ("all cores",)
+    for cores in settled[:1] if settings.quick else settled:
+        for name in ("Megatron MLP",) if settings.quick else PROGRAMS:
+            what = f"{name}, {N} ranks, forward and gradients, {cores}"
+            samples = apart(_program, name, cores, settings)
+            result.append(compare(what, samples, JAX, 1.0) if JAX in samples else missing(what, JAX))
+        samples = apart(_lone, cores, settings)
+        what = f"all_reduce alone, 8 ranks, 32 KiB in all, {cores}"
+        result.append(compare(what, samples, HAND, 1.1))
+        result.append(compare(what, samples, JAX) if JAX in samples else missing(what, JAX))
     return result
 
 
-def _program(name: str, settings: Settings) -> Samples:
+def _use(cores: str) -> None:
+    """Before JAX starts its threads, which are as many as the process has cores."""
+    if cores == "one core":
+        torch.set_num_threads(1)
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
+def _program(name: str, cores: str, settings: Settings) -> Samples:
+    _use(cores)
     torch.manual_seed(0)
     shapes, program = SIZES[name], PROGRAMS[name]
     dims = {key: None if key in SHARED[name] else 0 for key in shapes}
@@ -142,7 +153,8 @@ def _program(name: str, settings: Settings) -> Samples:
     return contest(contestants, settings)
 
 
-def _lone(settings: Settings) -> Samples:
+def _lone(cores: str, settings: Settings) -> Samples:
+    _use(cores)
     x = torch.randn(8, 1024)
     backend = "aot_eager" if settings.quick else "inductor"
     ours = fcoll.compile(fcoll.vmap(lambda x: fcoll.all_reduce(x, "i"), axis_name="i"), backend=backend)

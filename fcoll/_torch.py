@@ -131,6 +131,15 @@ def hides_dtensor(x: torch.Tensor) -> bool:
 
 
 @contextmanager
+def plain() -> Iterator[None]:
+    """Out of reach of the modes around it, which would trace what is done here, or want fake tensors."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
+@contextmanager
 def fakes() -> Iterator[None]:
     """Make fake tensors of what is made here, out of reach of the modes and transforms around it."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

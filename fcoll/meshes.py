@@ -152,7 +152,7 @@ def register(mesh: Any) -> tuple[str, tuple[str, ...], tuple[int, ...], bool] | 
         return f"this rank is not in {mesh}"
     key = f"{id(mesh)}"
     _registered[key] = mesh  # kept, and so the key stays its own
-    return key, tuple(names), tuple(mesh.mesh.shape), True
+    return key, tuple(names), tuple(mesh.shape), True
 
 
 @_torch.assume_constant_result
@@ -183,7 +183,8 @@ def process_along(key: str, names: tuple[str, ...]) -> tuple[str, int, tuple[int
             n = math.prod(mesh.shape[mesh.mesh_dim_names.index(name)] for name in names)
             found = SIMULATED + ",".join(names), n, ()
         else:
-            found = _group_along(mesh, names)
+            with _torch.plain():
+                found = _group_along(mesh, names)
         _groups[key, names] = found
     return found
 

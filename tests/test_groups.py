@@ -34,7 +34,6 @@ KINDS: dict[str, tuple[Callable[[], Any], list[list[int]]]] = {
     "without rank 0, listed": (lambda: fcoll.group(my([[3, 1, 2], [0]])), [[3, 1, 2], [0]]),
     "two pairs, listed": (lambda: fcoll.group(my([[3, 0], [1, 2]])), [[3, 0], [1, 2]]),
     "subgroups": (lambda: fcoll.subgroups(fcoll.WORLD, [[2, 1], [0, 3]]), [[2, 1], [0, 3]]),
-    "subgroups of unequal size": (lambda: fcoll.subgroups(fcoll.WORLD, [[3, 0, 1], [2]]), [[3, 0, 1], [2]]),
     "subgroups of a listed group": (
         lambda: fcoll.subgroups(fcoll.group([2, 0, 3, 1]), [[0, 3], [2, 1]]),
         [[2, 1], [3, 0]],
@@ -138,6 +137,28 @@ def test_subgroups_of_a_name(part: list[list[int]]) -> None:
 
     index = fcoll.vmap(lambda: fcoll.axis_index(group), axis_name="i", axis_size=4)()
     assert index.index_select(0, sent).tolist() == list(range(len(part[0]))) * len(part)
+
+
+def test_subgroups_of_unequal_size_are_refused_alike(ranks: Pools) -> None:
+    """By the collectives whose result would have another shape in each: emulation cannot have that."""
+    calls: dict[str, Callable[[Tensor, Any], Any]] = {
+        "all_gather": lambda x, g: fcoll.all_gather(x, g),
+        "axis_size": lambda x, g: x + fcoll.axis_size(g),
+        "shift": lambda x, g: fcoll.shift(x, g),
+    }
+    parts = [[3, 0, 1], [2]]
+
+    def f(name: str) -> str:
+        with pytest.raises(ValueError, match="different sizes") as caught:
+            calls[name](torch.ones(3), fcoll.subgroups(fcoll.WORLD, parts))
+        return str(caught.value).split(":")[0]
+
+    for name, call in calls.items():
+        assert ranks(4).run(f, name) == [name] * 4
+        with pytest.raises(ValueError, match=f"{name}: the subgroups of 'i' have different sizes"):
+            fcoll.vmap(lambda x, call=call: call(x, fcoll.subgroups("i", parts)), axis_name="i")(torch.ones(4, 3))
+    sums = ranks(4).run(lambda: fcoll.all_reduce(float(dist.get_rank()), fcoll.subgroups(fcoll.WORLD, parts)))
+    assert [float(y) for y in sums] == [4.0, 4.0, 2.0, 4.0]
 
 
 def test_subgroups_of_unequal_size_of_a_name() -> None:
