@@ -7,7 +7,7 @@ import hashlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -16,7 +16,11 @@ from fcoll import _torch
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def compile(f: Function | None = None, **options: Any) -> Any:
+@overload
+def compile(f: Function, **options: Any) -> Function: ...
+@overload
+def compile(f: None = None, **options: Any) -> Callable[[Function], Function]: ...
+def compile(f: Any = None, **options: Any) -> Any:
     """torch.compile for functions with collectives: one whole graph, usable inside eager transforms, cacheable.
 
     It differs from torch.compile in three things. `fullgraph=True` is the default, so that nothing runs uncompiled
@@ -41,7 +45,7 @@ def compile(f: Function | None = None, **options: Any) -> Any:
     if f is None:
         return functools.partial(compile, **options)
     _torch.mark_cacheable(_NAMES, _digest())
-    compiled = torch.compile(f, **{"fullgraph": True, **options})
+    compiled: Any = torch.compile(f, **{"fullgraph": True, **options})
     name = getattr(f, "__name__", type(f).__name__)
     warned: list[bool] = []
 
