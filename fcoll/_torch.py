@@ -139,6 +139,11 @@ def plain() -> Iterator[None]:
         yield
 
 
+def tracked(x: torch.Tensor) -> bool:
+    """Whether a torch.func transform takes the gradient with respect to what `x` comes from."""
+    return bool(_functorch.is_gradtrackingtensor(x))
+
+
 @contextmanager
 def fakes() -> Iterator[None]:
     """Make fake tensors of what is made here, out of reach of the modes and transforms around it."""

@@ -5,7 +5,6 @@ Two hundred leaves of 1 KiB, one by one, take a hundred times as long as togethe
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ FULL = 25 << 20  # bytes: no bucket is larger
 
 
 def plan(leaves: Sequence[Tensor]) -> list[list[int]]:
-    """Which leaves travel together: in order, alike in dtype, device and in whether they need a gradient."""
+    """Which leaves travel together, in order. Nothing that may differ between ranks decides, or they would disagree."""
     buckets: list[list[int]] = []
     opened: dict[Any, tuple[list[int], int]] = {}
     for i, leaf in enumerate(leaves):
@@ -26,7 +25,7 @@ def plan(leaves: Sequence[Tensor]) -> list[list[int]]:
         if size >= SMALL:
             buckets.append([i])
             continue
-        key = (leaf.dtype, leaf.device, leaf.requires_grad)
+        key = (leaf.dtype, leaf.device)
         bucket, filled = opened.get(key, ([], 0))
         if not bucket or filled + size > FULL:
             bucket, filled = [], 0
@@ -42,12 +41,7 @@ def together(parts: Sequence[Tensor], send: Callable[[Tensor], Tensor], lead: in
     sizes = [math.prod(shape) for shape in shapes]
     flat = [part.reshape((*part.shape[:lead], size)) for part, size in zip(parts, sizes, strict=True)]
     y = send(torch.cat(flat, -1))
-    pieces = _narrow(y, sizes) if y.requires_grad else y.split(sizes, -1)
     front = y.shape[:-1]
+    split: Any = torch.split_with_sizes_copy  # copies: what is done to one result must not touch another
+    pieces: list[Tensor] = split(y, sizes, -1)
     return [piece.view((*front, *shape)) for piece, shape in zip(pieces, shapes, strict=True)]
-
-
-def _narrow(y: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """What split gives, as views that autograd allows to be changed in place."""
-    starts = itertools.accumulate(sizes, initial=0)
-    return [y.narrow(-1, start, size) for start, size in zip(starts, sizes, strict=False)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fcoll import buckets, groups, trees
+from fcoll import _torch, buckets, groups, trees
 from fcoll.errors import fail
 from fcoll.groups import Axis, GroupLike
 
@@ -72,7 +72,8 @@ class Call(Generic[Tree]):
                 continue
             parts = [fused.pack(self.leaves[i], arguments[i]) for i in bucket]
             for i, part in zip(bucket, buckets.together(parts, fused.send, fused.lead), strict=True):
-                results[i] = fused.finish(part, arguments[i])
+                y = fused.finish(part, arguments[i])
+                results[i] = y if self.leaves[i].requires_grad or _torch.transforming() else y.detach()
         result: Tree = results[0] if self.spec is None else trees.unflatten(self.spec, results)
         return result
 

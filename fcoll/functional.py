@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from fcoll import groups
@@ -139,8 +140,11 @@ def reduce_scatter(tree: Tree, group: GroupLike, axis: int = 0, op: str = "sum",
     if op in ("sum", "mean"):
 
         def send(x: Tensor, a: int, tiled: bool) -> Tensor:
-            y = bind("reduce_scatter", x, call.axis, a, tiled)
-            return y / call.axis.n if op == "mean" else y
+            if op == "sum":
+                return bind("reduce_scatter", x, call.axis, a, tiled)
+            half = x.dtype in (torch.float16, torch.bfloat16)  # of which a sum may overflow where the mean does not
+            y = bind("reduce_scatter", x.float() if half else x, call.axis, a, tiled) / call.axis.n
+            return y.to(x.dtype)
 
         return call.run(
             lambda x, a: send(x, a, tiled),
@@ -225,7 +229,7 @@ def reduce(tree: Tree, group: GroupLike, dst: int = 0, op: str = "sum") -> Tree:
     """Reduce elementwise over the ranks; one rank gets the result, the others zeros.
 
     Per rank:
-        y_dst = op over s of x_s, else 0 (bool results: False)
+        y_dst = op over s of x_s, else 0 (bool results: False), which has no memory of its own
 
     Transpose: of the sum, `broadcast` from dst.
 
@@ -244,8 +248,6 @@ def reduce(tree: Tree, group: GroupLike, dst: int = 0, op: str = "sum") -> Tree:
     call.check_op(op)
     if op == "sum":
         return call.run_elementwise(lambda x: bind("reduce", x, call.axis, root))
-    if op == "mean":
-        return call.run_elementwise(lambda x: bind("reduce", x, call.axis, root) / call.axis.n)
     return call.run_elementwise(lambda x: bind("only_at", bind(RECORDS[op], x, call.axis, op), call.axis, root))
 
 
@@ -308,7 +310,7 @@ def permute(tree: Tree, group: GroupLike, perm: Sequence[tuple[int, int]]) -> Tr
     """Send x along (source, destination) pairs.
 
     Per rank:
-        y_d = x_s for each (s, d) in `perm`; zeros on a rank that is nobody's destination
+        y_d = x_s for each (s, d) in `perm`; on a rank that is nobody's destination zeros, without memory of their own
 
     Transpose: `permute` with the pairs turned round.
 
@@ -331,7 +333,7 @@ def shift(tree: Tree, group: GroupLike, offset: int = 1, *, wrap: bool = True) -
 
     Per rank:
         wrap        y_r = x_{(r - offset) mod n}
-        else        y_r = x_{r - offset}, zeros where there is no such rank
+        else        y_r = x_{r - offset}, zeros (without memory of their own) where there is no such rank
 
     Transpose: `shift` by -offset.
 
@@ -346,7 +348,7 @@ def shift(tree: Tree, group: GroupLike, offset: int = 1, *, wrap: bool = True) -
         tensor([7, 5, 6])
     """
     call = Call("shift", tree, group)
-    if not isinstance(offset, int):
+    if not isinstance(offset, int) or isinstance(offset, bool):
         fail("type", "shift: offset is an integer, got {}", type(offset).__name__)
     call._even()
     n = call.axis.n

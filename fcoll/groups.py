@@ -79,6 +79,9 @@ class Group:
 
 
 class _World:
+    def __reduce__(self) -> str:  # pickled and copied as the one that it is
+        return "WORLD"
+
     def __repr__(self) -> str:
         return "fcoll.WORLD"
 
@@ -103,13 +106,17 @@ def resolve(function: str, group: GroupLike) -> Axis:
         names = (parent,) if isinstance(parent, str) else parent or ()
         axis = _named(function, names)
         members = sorted(rank for ranks in group.partition for rank in ranks)
+        sizes = tuple(map(len, group.partition))
         if members != list(range(axis.n)):
             fail(
                 "value",
                 "{}: subgroups of {} must hold each of its {} ranks exactly once, got {}",
                 function, axis.label, axis.n, str(group.partition),
             )  # fmt: skip
-        sizes = tuple(map(len, group.partition))
+        if axis.layout.process:  # the names of a mesh of processes: each subgroup is a process group of its own
+            own = Process(*_own_subgroup(*process_of(axis.layout), group.partition))
+            axis = _of_process(own, axis.label, axis.layout.outside)
+            return axis._replace(layout=axis.layout._replace(subgroups=sizes))
         return axis._replace(layout=axis.layout._replace(partition=group.partition, subgroups=sizes))
     if group is WORLD and dist.is_initialized():
         group = _torch.world()
@@ -223,6 +230,8 @@ def subgroups(group: GroupLike, ranks: Sequence[Sequence[int]]) -> Group:
         >>> fcoll.vmap(lambda x: fcoll.all_reduce(x, pairs), axis_name="i")(torch.arange(4))
         tensor([1, 1, 5, 5])
     """
+    if not all(isinstance(subgroup, (list, tuple)) for subgroup in ranks or ()):
+        fail("type", "subgroups: ranks are lists of lists, as in [[0, 1], [2, 3]], got {}", str(ranks))
     partition = tuple(tuple(subgroup) for subgroup in ranks)
     if not all(type(rank) is int for subgroup in partition for rank in subgroup):
         fail("type", "subgroups: the lists must hold integers, got {}", str(partition))
@@ -242,6 +251,8 @@ def _own_subgroup(
     name: str, n: int, order: tuple[int, ...], partition: tuple[tuple[int, ...], ...]
 ) -> tuple[str, int, tuple[int, ...]]:
     parent = Process(name, n, order)
+    if name.startswith(SIMULATED):
+        return f"{name}{partition}", len(partition[0]), ()
     of_world = dist.get_process_group_ranks(parent.group())
     own = next(subgroup for subgroup in partition if parent.here() in subgroup)
     ranks = tuple(of_world[parent.rank(rank)] for rank in own)

@@ -129,6 +129,8 @@ def _size(leaves: list[Any], dims: list[int | None], args: Any, axis_size: int |
             )  # fmt: skip
     if n is None:
         fail("value", "vmap: no argument is mapped; give axis_size")
+    if n == 0:
+        fail("value", "vmap: the mapped axis has size 0; a group has at least one rank")
     return n
 
 

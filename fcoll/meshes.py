@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -120,7 +122,11 @@ def _spelled(sizes: dict[str, int]) -> str:
 
 # A mesh in scope is known by a key, a plain string: Dynamo guards on it and can ask for the mesh's groups by it.
 
-_registered: dict[str, Mesh] = {}
+# DeviceMeshes are not kept: a process may abort at its end if one of them outlives torch.distributed.
+
+_registered: dict[str, VirtualMesh | weakref.ref[DeviceMesh]] = {}
+_keys: dict[int, str] = {}  # by id, of DeviceMeshes that are alive
+_numbers = itertools.count()
 _groups: dict[tuple[str, tuple[str, ...]], tuple[str, int, tuple[int, ...]]] = {}
 
 
@@ -150,15 +156,31 @@ def register(mesh: Any) -> tuple[str, tuple[str, ...], tuple[int, ...], bool] | 
         return "the axes of the DeviceMesh have no names; make it with mesh_dim_names=(...)"
     if mesh.get_coordinate() is None:
         return f"this rank is not in {mesh}"
-    key = f"{id(mesh)}"
-    _registered[key] = mesh  # kept, and so the key stays its own
-    return key, tuple(names), tuple(mesh.shape), True
+    return _key_of(mesh), tuple(names), tuple(mesh.shape), True
+
+
+def _key_of(mesh: DeviceMesh) -> str:
+    """One that no other mesh has or had, since graphs are guarded by it."""
+    key = _keys.get(id(mesh))
+    if key is None:
+        key = _keys[id(mesh)] = f"mesh {next(_numbers)}"
+        _registered[key] = weakref.ref(mesh)
+        weakref.finalize(mesh, _keys.pop, id(mesh)).atexit = False
+    return key
+
+
+def _mesh_of(key: str) -> Mesh:
+    found = _registered[key.removeprefix(SIMULATED)]
+    mesh = found() if isinstance(found, weakref.ref) else found
+    if mesh is None:
+        raise RuntimeError("a DeviceMesh was used after its end; keep it as long as what is bound to it")
+    return mesh
 
 
 @_torch.assume_constant_result
 def same(key: str, mesh: Any) -> bool:
     """Whether a mesh of processes is, or equals, the registered one."""
-    return bool(_registered[key] == _torch.unwrap_opaque(mesh))
+    return bool(_mesh_of(key) == _torch.unwrap_opaque(mesh))
 
 
 def shape_of(function: str, mesh: Any) -> Shape:
@@ -177,7 +199,7 @@ def process_along(key: str, names: tuple[str, ...]) -> tuple[str, int, tuple[int
     """
     found = _groups.get((key, names))
     if found is None:
-        mesh = _registered[key.removeprefix(SIMULATED)]
+        mesh = _mesh_of(key)
         if key.startswith(SIMULATED) or isinstance(mesh, VirtualMesh):
             assert mesh.mesh_dim_names is not None
             n = math.prod(mesh.shape[mesh.mesh_dim_names.index(name)] for name in names)
@@ -224,10 +246,11 @@ class bind:
         fcoll.errors.CollectiveTypeError: bind: VirtualMesh(dp=2) has no values of this rank's own; use fcoll.shard_map
     """
 
-    def __init__(self, device_mesh: DeviceMesh) -> None:
+    def __init__(self, device_mesh: Mesh) -> None:
         shape = shape_of("bind", device_mesh)
         if not shape.processes:
             fail("type", "bind: {} has no values of this rank's own; use fcoll.shard_map", shape.key)
+        self._mesh = device_mesh
         self._shape = shape
         self._bound: list[axes.bound] = []
 
@@ -248,6 +271,7 @@ class bind:
             with axes.bound(entries):
                 return f(*args, **kwargs)
 
+        wrapped.device_mesh = self._mesh  # type: ignore[attr-defined]  # lives as long
         return wrapped  # type: ignore[return-value]
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, overload
+from types import FunctionType
+from typing import Any, NamedTuple, NoReturn, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -152,7 +153,10 @@ def _call(job: _Job, mesh: Mesh, label: str, args: tuple[Any, ...]) -> Any:
     unchecked = replication.verify(label, entries, args, leaves) if job.check else ""
     if not job.shape.processes and not recorder.active():  # whose vmaps check themselves
         return _on_virtual(job, leaves, structure, entries, _torch.level())
-    out = _on_processes(job, mesh, leaves, structure, entries, _torch.level())
+    outside = _torch.level()
+    if job.check and outside and not recorder.active() and not torch.compiler.is_compiling():
+        _refuse_tracked(job.f)
+    out = _on_processes(job, mesh, leaves, structure, entries, outside)
     if unchecked:  # said now, since f, with data, may have run into the same error
         replication.warn(label, unchecked)
     return out
@@ -346,9 +350,36 @@ def _differentiable(x: Tensor) -> bool:
 
 def _fake_run(job: _Job) -> Callable[..., None]:
     def run(leaves: list[Tensor], structure: Any, entries: list[Entries]) -> None:
-        _on_virtual(job._replace(check=True), leaves, structure, entries, 0)
+        out = _on_virtual(job._replace(check=True), leaves, structure, entries, 0)
+        if job.shape.processes:  # the arguments are fakes that need no gradient: if a result does, f holds what does
+            for i, y in enumerate(trees.flatten(out)[0]):
+                if y.requires_grad:
+                    _refuse_captured(trees.path(out, i, "out"))
 
     return run
+
+
+def _refuse_captured(where: str) -> NoReturn:
+    fail(
+        "value",
+        "shard_map: {} depends on a tensor that f closes over and that needs a gradient, of which each process would "
+        "get its own part only; pass it as an argument, with the spec P() if it is the same on all ranks",
+        where,
+    )
+
+
+def _refuse_tracked(f: Any) -> None:
+    """The same for tensors of a torch.func transform, which cannot be evaluated on fakes."""
+    for cell in getattr(f, "__closure__", None) or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+        for value in trees.leaves(held, lambda node: isinstance(node, Tensor)):
+            if isinstance(value, Tensor) and _torch.tracked(value):
+                _refuse_captured("what f computes")
+            if isinstance(value, FunctionType) and value is not f:
+                _refuse_tracked(value)
 
 
 def _is_spec(node: Any) -> bool:

@@ -41,6 +41,9 @@ class P:
         """All names, in order."""
         return tuple(name for entry in self.entries for name in entry)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return P, self.entries
+
     def __iter__(self) -> Iterator[tuple[str, ...]]:
         return iter(self.entries)
 

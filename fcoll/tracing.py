@@ -194,10 +194,12 @@ def trace(f: Callable[..., Any], mesh: Mesh | None = None) -> Callable[..., Trac
         >>> found.totals()
         {'dp': {'collectives': 1, 'payload': 4, 'ring': 8, 'direct': 16380}}
     """
-    scope = meshes.named(meshes.shape_of("trace", mesh)) if mesh is not None else []
+    if mesh is not None:
+        meshes.shape_of("trace", mesh)  # or the error
 
     def traced(*args: Any, **kwargs: Any) -> Trace:
         records: list[Record] = []
+        scope = meshes.named(meshes.shape_of("trace", mesh)) if mesh is not None else []
 
         def listen(name: str, x: Tensor, layout: Layout, source: str, backward: bool) -> None:
             record = _record(name, x, layout, source, backward)

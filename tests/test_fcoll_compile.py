@@ -118,7 +118,7 @@ def test_inside_a_transform_it_is_eager_and_says_so_once() -> None:
     close(mapped(grad(lambda x: f(x).sin()))(x), mapped(grad(lambda x: double(x).sin()))(x))
     close(vmap(mapped(f))(x.expand(2, 3)), torch.full((2, 3), 6.0))
 
-    g: Any = fcoll.compile(lambda x: (x**2).sum(), backend=counter)  # type: ignore[misc]
+    g: Any = fcoll.compile(lambda x: (x**2).sum(), backend=counter)
     with pytest.warns(UserWarning, match=r"^fcoll.compile: <lambda> runs uncompiled"):
         close(grad(g)(x), 2 * x)
     assert counter.frame_count == 0

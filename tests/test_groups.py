@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fcoll
+from fcoll import P
 
 
 def my(part: list[list[int]]) -> list[int]:
@@ -323,3 +324,44 @@ def test_both_axes_emulated_against_the_table() -> None:
         f = nested(summed(row), {"j": 2, "i": 3})
         want = torch.stack([row.values(part) for part in x]).sum(0)
         close(f(x), torch.stack((want, want)), row.name)
+
+
+def test_subgroups_of_the_names_of_a_mesh(ranks: Pools) -> None:
+    """Of processes as in emulation, bound or mapped, eager and compiled."""
+    parts: dict[Any, list[list[int]]] = {"b": [[1], [0]], ("a", "b"): [[3, 0], [1, 2]], ("b", "a"): [[0, 1], [2, 3]]}
+    x = draw((4, 2))
+
+    def program(x: Tensor) -> list[Tensor]:
+        groups = [fcoll.subgroups(names, part) for names, part in parts.items()]
+        return [
+            y * 10 + fcoll.axis_index(group) + fcoll.axis_size(group)
+            for group in groups
+            for y in (
+                fcoll.all_reduce(x, group),
+                fcoll.all_gather(x, group, tiled=False).sum(0) + fcoll.shift(x, group),
+            )
+        ]
+
+    def f() -> tuple[Any, Any, Any]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        mine = x[dist.get_rank()]
+        mapped = fcoll.shard_map(program, mesh, P(("a", "b")), P(("a", "b")))
+        with fcoll.bind(mesh):
+            eager = program(mine)
+            compiled = torch.compile(program, fullgraph=True, backend="aot_eager")(mine)
+        return eager, compiled, [y.full_tensor() for y in mapped(x)]
+
+    virtual = fcoll.shard_map(program, fcoll.virtual_mesh(a=2, b=2), P(("a", "b")), P(("a", "b")))
+    want = virtual(x)
+    for rank, (eager, compiled, whole) in enumerate(ranks(4).run(f)):
+        close(eager, [y[rank] for y in want], "eager")
+        close(compiled, [y[rank] for y in want], "compiled")
+        close(whole, want, "mapped")
+
+
+def test_means_over_subgroups_of_unequal_size() -> None:
+    group = fcoll.subgroups("i", [[2], [0, 1, 3]])
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    reduced = fcoll.vmap(lambda x: fcoll.reduce(x, group, 0, "mean"), axis_name="i")
+    close(reduced(x), torch.tensor([7 / 3, 0.0, 3.0, 0.0]), tolerance=1e-6)
+    close(vjp(reduced, x)[1](torch.ones(4))[0], torch.tensor([1 / 3, 1 / 3, 1.0, 1 / 3]), tolerance=1e-6)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -283,7 +285,7 @@ def test_as_a_decorator(ranks: Pools) -> None:
 
 def test_what_cannot_be_bound(ranks: Pools) -> None:
     with pytest.raises(TypeError) as raised:
-        fcoll.bind(fcoll.virtual_mesh(dp=2))  # type: ignore[arg-type]
+        fcoll.bind(fcoll.virtual_mesh(dp=2))
     text = "bind: VirtualMesh(dp=2) has no values of this rank's own; use fcoll.shard_map"
     assert str(raised.value) == text
     with pytest.raises(TypeError) as raised:
@@ -386,6 +388,35 @@ def test_checkpoint_recomputes_with_the_binding_in_it(ranks: Pools) -> None:
 
 
 # ---- compiled
+
+
+def test_a_mesh_is_not_kept(ranks: Pools) -> None:
+    """What is bound to it keeps it. A process may abort at its end if one outlives torch.distributed."""
+
+    def body() -> None:
+        mesh = fcoll.mesh(i=2)
+        gone = weakref.ref(mesh)
+        with fcoll.bind(mesh):
+            fcoll.all_reduce(ours(), ("i",))
+        total_of = fcoll.shard_map(lambda x: fcoll.all_reduce(x, "i"), mesh, fcoll.P("i"), fcoll.P())
+        assert total_of(torch.arange(2)).item() == 1
+        del mesh, total_of
+        gc.collect()
+        assert gone() is None
+
+        @fcoll.bind(fcoll.mesh(i=2))
+        def decorated(x: Tensor) -> Tensor:
+            return fcoll.all_reduce(x, "i")
+
+        traced = fcoll.trace(decorated, fcoll.mesh(j=2))
+        gc.collect()
+        assert decorated(ours()) == total(0, 1)
+        assert traced(ours()).totals().keys() == {"i"}
+        with fcoll.bind(fcoll.mesh(i=2)):
+            gc.collect()
+            assert fcoll.all_reduce(ours(), "i") == total(0, 1)
+
+    ranks(2).run(body)
 
 
 class Counter:
