@@ -12,6 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from fcoll import _torch
+from fcoll.errors import check_callable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -44,6 +45,7 @@ def compile(f: Any = None, **options: Any) -> Any:
     """
     if f is None:
         return functools.partial(compile, **options)
+    check_callable("compile", f)
     _torch.mark_cacheable(_NAMES, _digest())
     compiled: Any = torch.compile(f, **{"fullgraph": True, **options})
     name = getattr(f, "__name__", type(f).__name__)

@@ -44,6 +44,12 @@ def fail(kind: str, template: str, *details: object) -> NoReturn:
     raise error
 
 
+def check_callable(function: str, f: object) -> None:
+    """That what `function` transforms is a function."""
+    if not callable(f):
+        fail("type", "{}: f is a function, got {}", function, type(f).__name__)
+
+
 def _concrete(detail: object) -> object:
     if isinstance(detail, torch.SymInt):
         return int(detail)

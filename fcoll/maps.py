@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fcoll import _torch, axes, trees
-from fcoll.errors import fail
+from fcoll.errors import check_callable, fail
 
 
 def vmap(
@@ -48,6 +48,9 @@ def vmap(
         >>> total(torch.tensor([1.0, 1.0, 2.0]))
         tensor([0.2500, 0.2500, 0.5000])
     """
+    check_callable("vmap", f)
+    if randomness not in ("error", "same", "different"):
+        fail("value", "vmap: randomness is error, same or different, got {!r}", randomness)
     if not isinstance(axis_name, str):
         fail("type", "vmap: axis_name is a string, got {}", type(axis_name).__name__)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fcoll import _torch, axes, meshes, recorder, trees
+from fcoll.errors import check_callable
 from fcoll.groups import PENDING, Layout
 from fcoll.meshes import Mesh
 from fcoll.primitives import PRIMITIVES
@@ -196,6 +197,8 @@ def trace(f: Callable[..., Any], mesh: Mesh | None = None) -> Callable[..., Trac
     """
     if mesh is not None:
         meshes.shape_of("trace", mesh)  # or the error
+
+    check_callable("trace", f)
 
     def traced(*args: Any, **kwargs: Any) -> Trace:
         records: list[Record] = []

@@ -28,7 +28,7 @@ class Place:
             torch.compiler.reset()
             body(fcoll.virtual_mesh(**sizes), *args)
         else:
-            self.pools(math.prod(sizes.values())).run(on_rank, body, sizes, args)
+            self.pools(math.prod(sizes.values())).run(on_rank, body, sizes, args, timeout=110)  # compilers are slow
 
 
 def on_rank(body: Body, sizes: dict[str, int], args: tuple[Any, ...]) -> None:

@@ -41,7 +41,8 @@ def test_meshes_of_processes_refuse_them(ranks: Pools) -> None:
         close(mapped(lambda x: x @ torch.ones(3))(x), x.sum())
 
         def given(values: dict[str, Tensor], x: Tensor) -> Tensor:  # the module is captured, its values are not
-            return fcoll.all_reduce(torch.func.functional_call(layer, values, (x,)).sum(), "i")
+            y: Tensor = torch.func.functional_call(layer, values, (x,))
+            return fcoll.all_reduce(y.sum(), "i")
 
         values = {name: value.detach() for name, value in layer.named_parameters()}
         gradient = grad(fcoll.shard_map(given, mesh, (P(), P("i")), P()))(values, x)

@@ -397,27 +397,29 @@ def test_derivatives_are_those_of_the_dense_function(place: Place, name: str) ->
     place(body, name, dp=2, tp=2)
 
 
-COMPILED = ("value", "grad of grad", "jvp of grad", "vmap of grad")  # of "mixed"; of these, the gradient only:
-GRADIENTS = ("cut inside", "unchecked")
-
-
-def test_compiled_derivatives(place: Place) -> None:
-    def body(mesh: Any) -> None:
-        maps = {name: fcoll.shard_map(f, mesh, s, P(), check=check) for name, (f, s, check) in PROGRAMS.items()}
+@pytest.mark.parametrize("what", [("value", "grad of grad"), ("jvp of grad", "vmap of grad")], ids=str)
+def test_compiled_derivatives(place: Place, what: tuple[str, ...]) -> None:
+    def body(mesh: Any, what: tuple[str, ...]) -> None:
+        mapped = fcoll.shard_map(mixed, mesh, SPECS, P())
         args = arguments()
         t = tuple(draw(x.shape, 9) for x in args)
+        got = whole(lambda *args: quantities(mapped, args, t, *what))(*args)
+        close_to(got, quantities(dense, args, t, *what))
 
-        def f(*args: Tensor) -> dict[str, Any]:
-            found = {name: grad(maps[name], (0, 1, 2, 3))(*args) for name in GRADIENTS}
-            return {**found, **{what: quantities(maps["mixed"], args, t, what)[what] for what in COMPILED}}
+    place(body, what, dp=2, tp=2)
 
-        got, want = whole(f, "aot_eager")(*args), quantities(dense, args, t)
-        for what in (*COMPILED, *GRADIENTS):
-            close_to(got[what], want["grad" if what in maps else what], what)
 
+def test_compiled_gradients(place: Place) -> None:
+    def body(mesh: Any) -> None:
+        args = arguments()
+        want = grad(dense, (0, 1, 2, 3))(*args)
+        for name in ("cut inside", "unchecked"):
+            f, specs, check = PROGRAMS[name]
+            mapped = fcoll.shard_map(f, mesh, specs, P(), check=check)
+            close_to(whole(grad(mapped, (0, 1, 2, 3)))(*args), want, name)
         leaves = [x.clone().requires_grad_() for x in args]
-        whole(maps["default"], "aot_eager")(*leaves).backward()
-        close_to([leaf.grad for leaf in leaves], list(want["grad"]), "backward")
+        whole(fcoll.shard_map(default, mesh, SPECS, P()))(*leaves).backward()
+        close_to([leaf.grad for leaf in leaves], list(want), "backward")
 
     place(body, dp=2, tp=2)
 
