@@ -16,6 +16,7 @@ def draw(results: dict[str, list[Row]], folder: Path) -> list[Path]:
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "fcoll"  # the same figures give the same file
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    ticker: Any = importlib.import_module("matplotlib.ticker")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for topic, rows in results.items():
@@ -37,6 +38,9 @@ def draw(results: dict[str, list[Row]], folder: Path) -> list[Path]:
             axes.scatter(*zip(*bars, strict=True), marker="|", s=140, c="black", zorder=2, label="bar")
         axes.axvline(1.0, color="lightgray", linewidth=1, zorder=0)
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
         axes.set_yticks(list(places), [f"{row.what}  /  {row.peer}" for row in measured], fontsize=7)
         axes.invert_yaxis()
         axes.set_xlabel("fcoll / peer; less is better")

@@ -30,13 +30,22 @@ def bind(name: str, x: Tensor, axis: Axis, *params: Any) -> Tensor:
 
 @_torch.allow_in_graph  # Dynamo would drop the vmap rule of a Function that it traces into
 def _apply(x: Tensor, name: str, params: Params, layout: tuple[Any, ...], *tokens: Tensor) -> Tensor:
-    return _bind(x, name, params, Layout(*layout), *tokens)
+    return _bind(x, _Static(name, params, Layout(*layout)), *tokens)
+
+
+class _Static:
+    """What is not a tensor, in one piece: torch takes containers apart at every level."""
+
+    __slots__ = ("layout", "name", "params")
+
+    def __init__(self, name: str, params: Params, layout: Layout) -> None:
+        self.name, self.params, self.layout = name, params, layout
 
 
 def _eager(x: Tensor, name: str, params: Params, layout: Layout) -> Tensor:
     """On processes, with no transform around: a Function only for a gradient, and of the kind that costs half."""
     if x.requires_grad and torch.is_grad_enabled():
-        return _classic_bind(x, name, params, layout)
+        return _classic_bind(x, _Static(name, params, layout))
     recorder.tell(name, x, layout)
     return PRIMITIVES[name].on_process(x, process_of(layout), *params)
 
@@ -45,12 +54,13 @@ def _again(x: Tensor, name: str, params: Params, layout: Layout, *tokens: Tensor
     """A collective in the derivative of another."""
     if layout.process and not _torch.transforming():
         return _eager(x, name, params, layout)
-    return _bind(x, name, params, layout, *tokens)
+    return _bind(x, _Static(name, params, layout), *tokens)
 
 
 class _Bind(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, name: str, params: Params, layout: Layout, *tokens: Tensor) -> Tensor:
+    def forward(x: Tensor, static: _Static, *tokens: Tensor) -> Tensor:
+        name, params, layout = static.name, static.params, static.layout
         if layout.process:
             recorder.tell(name, x, layout)
             return PRIMITIVES[name].on_process(x, process_of(layout), *params)
@@ -80,14 +90,15 @@ class _Bind(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], x: Tensor, name: str, params: Params, layout: Layout, *tokens: Tensor
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, static: _Static, *tokens: Tensor
     ) -> tuple[Tensor, int | None]:
-        record, x_dim, token_dims = PRIMITIVES[name], in_dims[0], in_dims[4:]
+        name, params, layout = static.name, static.params, static.layout
+        record, x_dim, token_dims = PRIMITIVES[name], in_dims[0], in_dims[2:]
         stacked = _stacked(layout)
         here = [i for i, dim in enumerate(token_dims) if dim is not None]
         if not here:
             x = x.movedim(x_dim, stacked)
-            y = _bind(x, name, record.shift(params), layout, *tokens)
+            y = _bind(x, _Static(name, record.shift(params), layout), *tokens)
             return y, 0 if tokens and _once(record, layout) else stacked
 
         if record.exact and layout.outside >= 0:  # derivatives through the stack are taken from outside the map
@@ -101,7 +112,7 @@ class _Bind(torch.autograd.Function):
         at = tuple(0 if i == part else p if p == PENDING else p + 1 for i, p in enumerate(layout.at))
         layout, tokens = layout._replace(at=at), (*tokens[:token], *tokens[token + 1 :])
         if tokens or record.exact:
-            y = _bind(x, name, params, layout, *tokens)
+            y = _bind(x, _Static(name, params, layout), *tokens)
         else:  # plain operations, whose own derivative is the exact one
             y = _on_stack(x, name, params, layout)
         return y, None if _once(record, layout) else 0
@@ -125,7 +136,8 @@ _classic_bind: Callable[..., Tensor] = _ClassicBind.apply
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> tuple[Tensor, ...]:
     """Keep what derivatives need; returns the tensors among it."""
-    x, name, ctx.params, ctx.layout, *tokens = inputs
+    x, static, *tokens = inputs
+    name, ctx.params, ctx.layout = static.name, static.params, static.layout
     ctx.source = recorder.source() if recorder.active() else ""
     if ctx.layout.outside >= 0 and _torch.level() <= ctx.layout.outside:
         name = PRIMITIVES[name].exact or name
@@ -146,7 +158,7 @@ def _backward(ctx: Any, cotangent: Tensor) -> Any:
             x, y, *tokens = ctx.saved_tensors
             rule = _rule(record.vjp, ctx.name)
             result = rule(_Call(ctx.layout, tuple(tokens)), x, y, cotangent, *ctx.params)
-    return result, None, None, None, *[None] * len(tokens)
+    return result, None, *[None] * len(tokens)
 
 
 class _Call:

@@ -165,7 +165,8 @@ def _expand(reduced: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _join_stack(blocks: Tensor, axis: int, tiled: bool) -> Tensor:
-    return torch.cat(blocks.unbind(0), axis) if tiled else torch.stack(blocks.unbind(0), axis)
+    joined = blocks.movedim(0, axis).clone(memory_format=torch.contiguous_format)
+    return joined.flatten(axis, axis + 1) if tiled else joined
 
 
 def _gather_stack(stack: Tensor, n: int, axis: int, tiled: bool) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -25,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fcoll
-from fcoll import P
+from fcoll import P, compiling
 
 ROOT = Path(__file__).parent.parent
 
@@ -196,6 +198,23 @@ def test_caches_serve_the_next_start(tmp_path: Path) -> None:
         assert (hits, misses, bypasses) == (0, 1, 0), how
         assert compiled >= 1, how
         assert second[how] == [value, 1, 0, 0, 0], how
+
+
+def test_the_functions_that_graphs_hold_by_name() -> None:
+    """Each is there, and known to torch by a version that changes with the package."""
+    fcoll.compile(double)
+    marked = torch._inductor.config.unsafe_marked_cacheable_functions
+    for name in compiling._NAMES:
+        module, function = name.rsplit(".", 1)
+        assert callable(getattr(importlib.import_module(module), function))
+        assert marked[name] == compiling._digest()
+    sources = {path.name: path.read_text() for path in Path(compiling.__file__).parent.glob("*.py")}
+    allowed = {
+        f"fcoll.{file.removesuffix('.py')}.{function}"
+        for file, text in sources.items()
+        for function in re.findall(r"^@_torch\.allow_in_graph.*\ndef (\w+)", text, re.MULTILINE)
+    }
+    assert allowed == set(compiling._NAMES)
 
 
 # ---- what a graph holds

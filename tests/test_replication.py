@@ -330,8 +330,9 @@ def test_what_f_closes_over(place: Place) -> None:
     """Tensors and modules that f brings along are the same on all ranks."""
 
     def body(mesh: Any) -> None:
-        net = torch.nn.Linear(3, 2, dtype=torch.float64)
-        scale = draw(2)
+        net = torch.nn.Linear(3, 2, dtype=torch.float64).requires_grad_(False)
+        net.load_state_dict({"weight": draw((2, 3)), "bias": draw(2)})
+        scale = draw(2, 3)
         x = draw((4, 3))
         mapped = fcoll.shard_map(
             lambda x: (fcoll.all_reduce((net(x) * scale).sum(), "i"), net.weight, scale + 1), mesh, P("i"), P()
@@ -339,7 +340,7 @@ def test_what_f_closes_over(place: Place) -> None:
         close_to(mapped(x), ((net(x) * scale).sum(), net.weight, scale + 1))
         close_to(grad(lambda x: mapped(x)[0])(x), grad(lambda x: (net(x) * scale).sum())(x))
 
-    place(body, i=1)
+    place(body, i=2)
 
 
 def test_within_other_named_axes(place: Place) -> None:
