@@ -26,7 +26,7 @@ test: $(VENV)/.dev ## Lint, check the types and run all tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(VENV)/.bench ## Run the measurements in benchmarks/
 	$(BIN)/python benchmarks/run.py --plots benchmarks/results
