@@ -240,9 +240,10 @@ def test_closures_have_code_of_their_own() -> None:
     assert _torch.with_own_code(make()).__code__ is not make().__code__
 
 
-def test_marked_functions_are_known_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marked_functions_are_known_to_the_cache() -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config, "unsafe_marked_cacheable_functions", {})
-    _torch.mark_cacheable(["a.b"], "1")
-    assert config.unsafe_marked_cacheable_functions == {"a.b": "1"}
+    with config.patch(unsafe_marked_cacheable_functions={}):
+        _torch.mark_cacheable(["a.b"], "1")
+        assert config.unsafe_marked_cacheable_functions == {"a.b": "1"}
+    assert "a.b" not in config.unsafe_marked_cacheable_functions
