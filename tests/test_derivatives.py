@@ -136,17 +136,24 @@ def test_jacobians(three: Substrate) -> None:
         close(got[name]["jacfwd"], pushed.reshape(jacobian), f"{name}, jacfwd")
 
 
+def adjoint(row: Row, x: Tensor, group: Any) -> None:
+    try:
+        check_adjoint(row.on(group), x, group)
+        check_adjoint(grad_of(row, group), x, group)
+    except AssertionError as error:
+        error.add_note(f"the row {row.name!r}")
+        raise
+
+
 def test_adjoint_identity(ranks: Pools) -> None:
     def on_rank(n: int) -> None:
         rank = int(fcoll.axis_index(fcoll.WORLD))
         for row in TRANSPOSED:
-            check_adjoint(row.on(fcoll.WORLD), row.inputs(n)[rank], fcoll.WORLD)
-            check_adjoint(grad_of(row, fcoll.WORLD), row.inputs(n)[rank], fcoll.WORLD)
+            adjoint(row, row.inputs(n)[rank], fcoll.WORLD)
 
     for n in (1, 3):
         for row in TRANSPOSED:
-            check_adjoint(row.on("i"), row.inputs(n), "i")
-            check_adjoint(grad_of(row, "i"), row.inputs(n), "i")
+            adjoint(row, row.inputs(n), "i")
     ranks(3).run(on_rank, 3)
 
 
