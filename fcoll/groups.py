@@ -65,12 +65,10 @@ class Group:
         parent: str | tuple[str, ...] | None,
         partition: tuple[tuple[int, ...], ...],
         process: Process | None = None,
-        keep: dist.ProcessGroup | None = None,
     ) -> None:
         self.parent = parent
         self.partition = partition
         self.process = process
-        self._keep = keep  # torch drops a process group that nobody refers to
 
     def __repr__(self) -> str:
         if self.process is not None:
@@ -260,8 +258,7 @@ def _own_subgroup(
 
 
 def _group_of(ranks: tuple[int, ...]) -> Group:
-    process_group = make_group(ranks)
-    return Group(None, (), Process(process_group.group_name, len(ranks), order_of(ranks)), process_group)
+    return Group(None, (), Process(make_group(ranks).group_name, len(ranks), order_of(ranks)))
 
 
 _NO_WORLD = "torch.distributed is not initialised: start it, or name an axis of an enclosing fcoll.vmap"
