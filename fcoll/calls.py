@@ -74,6 +74,10 @@ class Call(Generic[Tree]):
             for i, part in zip(bucket, buckets.together(parts, fused.send, fused.lead), strict=True):
                 y = fused.finish(part, arguments[i])
                 results[i] = y if self.leaves[i].requires_grad or _torch.transforming() else y.detach()
+        return self.rebuild(results)
+
+    def rebuild(self, results: list[Any]) -> Tree:
+        """The tree with these in the places of the leaves."""
         result: Tree = results[0] if self.spec is None else trees.unflatten(self.spec, results)
         return result
 
