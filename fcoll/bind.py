@@ -46,7 +46,7 @@ def _eager(x: Tensor, name: str, params: Params, layout: Layout) -> Tensor:
     """On processes, with no transform around: a Function only for a gradient, and of the kind that costs half."""
     if x.requires_grad and torch.is_grad_enabled():
         return _classic_bind(x, _Static(name, params, layout))
-    recorder.tell(name, x, layout)
+    recorder.tell(name, x, layout, params)
     return PRIMITIVES[name].on_process(x, process_of(layout), *params)
 
 
@@ -62,7 +62,7 @@ class _Bind(torch.autograd.Function):
     def forward(x: Tensor, static: _Static, *tokens: Tensor) -> Tensor:
         name, params, layout = static.name, static.params, static.layout
         if layout.process:
-            recorder.tell(name, x, layout)
+            recorder.tell(name, x, layout, params)
             return PRIMITIVES[name].on_process(x, process_of(layout), *params)
         if PENDING in layout.at:
             raise RuntimeError(f"{name}: a value of an emulated axis was used outside the fcoll.vmap that binds it")
@@ -195,7 +195,7 @@ def _rule(rule: Any, name: str) -> Any:
 
 def _on_stack(x: Tensor, name: str, params: Params, layout: Layout) -> Tensor:
     """Act on x, whose leading axes hold the ranks of all parts; the result has them in the same places."""
-    recorder.tell(name, x, layout)
+    recorder.tell(name, x, layout, params)
     record, parts = PRIMITIVES[name], len(layout.sizes)
     to_major = (*layout.at, *range(parts, x.ndim))
     n = math.prod(layout.sizes)

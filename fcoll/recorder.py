@@ -31,7 +31,7 @@ def active() -> bool:
     return _state.listener is not None
 
 
-def tell(name: str, x: Tensor, layout: Any) -> None:
+def tell(name: str, x: Tensor, layout: Any, params: tuple[Any, ...]) -> None:
     """Report one collective."""
     if _state.listener is not None:
         _state.listener(name, x, layout, _state.source or source(), _state.backward)
