@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -34,6 +35,12 @@ def world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def default_store() -> dist.Store:
+    """The store that the world was made with: torch has no public way to it."""
+    store: dist.Store = vars(dist.distributed_c10d)["_get_default_store"]()
+    return store
 
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -95,6 +102,16 @@ def unknown(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((x.reshape(-1), torch.empty(0, dtype=x.dtype, device=x.device))).view(x.shape)
 
 
+def traced_lines() -> list[tuple[str, int]]:
+    """While a compiler traces: the files and lines of the program that lead to the operation at hand, innermost last."""
+    if _len_torch_dispatch_stack() == 0:
+        return []
+    from torch.fx import traceback
+
+    found = re.findall(r'File "([^"]+)", line (\d+)', "".join(traceback.format_stack()))
+    return [(file, int(line)) for file, line in found]
+
+
 def transforming() -> bool:
     """Whether a torch.func transform or a forward-mode level is active."""
     return (
@@ -111,6 +128,20 @@ def level() -> int:
     return 0 if current is None else int(current)
 
 
+@assume_constant_result
+def transforms() -> tuple[str, ...]:
+    """The kinds of the active torch.func transforms, outermost first: "Grad", "Jvp", "Vmap"."""
+    kinds = tuple(interpreter.key().name for interpreter in _functorch.get_interpreter_stack() or ())
+    return (*kinds, "Jvp") if torch.autograd.forward_ad._current_level >= 0 and "Jvp" not in kinds else kinds
+
+
+def keep_in_order(op: Any) -> None:
+    """Let compilers neither drop an operation nor move it past another that is kept in order."""
+    from torch._library.effects import EffectType
+
+    op.register_effect(EffectType.ORDERED)
+
+
 def batched(x: torch.Tensor) -> bool:
     """Whether `x` carries the batch axis of the innermost vmap (public torch shows no batch axes)."""
     return bool(_functorch.is_batchedtensor(x) and _functorch.maybe_get_level(x) == level())
@@ -121,6 +152,22 @@ def hint(size: Any) -> int:
     from torch.fx.experimental.symbolic_shapes import guarding_hint_or_throw
 
     return int(guarding_hint_or_throw(size)) if isinstance(size, torch.SymInt) else int(size)
+
+
+def surely(condition: Any) -> bool:
+    """Whether `condition`, on sizes that may be symbols, is known to hold; False where nobody can know it yet."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return bool(guard_or_false(condition))
+
+
+def in_a_batch(x: torch.Tensor) -> bool:
+    """Whether a vmap, at whatever level, gives `x` several values."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_batchedtensor(x):
+            return True
+        x = _functorch.get_unwrapped(x)
+    return False
 
 
 def hides_dtensor(x: torch.Tensor) -> bool:

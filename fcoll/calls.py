@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fcoll import _torch, buckets, groups, trees
+from fcoll import _torch, buckets, checks, groups, trees
 from fcoll.errors import fail
 from fcoll.groups import Axis, GroupLike
 
@@ -54,6 +54,9 @@ class Call(Generic[Tree]):
                 self.fail(i, "type", "is a DTensor; send its .to_local(), or use fcoll.shard_map")
             elif leaf.layout != torch.strided:
                 self.fail(i, "type", "is {}; only strided tensors can be sent: use .to_dense()", str(leaf.layout))
+        if self.axis.layout.check:
+            layout = checks.whole(function, self.leaves, self.spec, self.axis.layout)
+            self.axis = self.axis._replace(layout=layout)
 
     def run_elementwise(self, each: Callable[[Tensor], Tensor]) -> Tree:
         """The tree of `each(leaf)`, where `each` keeps elements in their places."""

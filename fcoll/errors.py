@@ -1,4 +1,4 @@
-"""The exceptions that fcoll raises, all before any communication, and the one way to raise them."""
+"""The exceptions that fcoll raises, and the one way to raise those that come before any communication."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ class CollectiveTypeError(FcollError, TypeError):
 
 class UnboundAxisError(FcollError, NameError):
     """An axis name that no enclosing `fcoll.vmap` binds."""
+
+
+class DisagreementError(FcollError, RuntimeError):
+    """The ranks do not make the same call, as `fcoll.checked` has found; raised on all of them."""
+
+
+class CommunicationError(FcollError, RuntimeError):
+    """The backend could not complete a collective: a rank has died, is stuck, or makes other calls."""
 
 
 _KINDS: dict[str, type[FcollError]] = {

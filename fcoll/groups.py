@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcoll import _torch, axes, meshes, recorder
+from fcoll import _torch, axes, checks, meshes, recorder
 from fcoll.engine import SIMULATED, Process, make_group, order_of
 from fcoll.errors import fail
 
@@ -31,6 +31,7 @@ class Layout(NamedTuple):
     outside: int  # up to which transform derivatives are those of a whole map (see shard_map); -1 for none
     label: str  # for messages
     subgroups: tuple[int, ...] = ()  # the sizes of all, where the group is one of several
+    check: tuple[Any, ...] = ()  # of processes: how the ranks compare their calls (`checks.Check`); () if they do not
 
 
 class Axis(NamedTuple):
@@ -293,7 +294,8 @@ def _named(function: str, names: tuple[Any, ...]) -> Axis:
 
 
 def _of_process(process: Process, label: str, outside: int = -1) -> Axis:
-    return Axis(Layout((process.n,), (), process.name, process.order, (), outside, label), ())
+    layout = Layout((process.n,), (), process.name, process.order, (), outside, label, check=checks.wanted())
+    return Axis(layout, ())
 
 
 @_torch.assume_constant_result  # Dynamo guards on the group, and need not trace torch.distributed

@@ -1,4 +1,4 @@
-"""What `fcoll.trace` listens to: while a recorder is on, each collective that runs tells it."""
+"""What runs, and where it was called: `fcoll.trace` listens to it, and checks and errors name the lines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+
+from fcoll import _torch
 
 Listener = Callable[..., None]
 """(name of the record, x, layout, source, whether backward) -> None"""
@@ -37,10 +39,18 @@ def tell(name: str, x: Tensor, layout: Any, params: tuple[Any, ...]) -> None:
         _state.listener(name, x, layout, _state.source or source(), _state.backward)
 
 
+def backward() -> bool:
+    """Whether what runs is a derivative."""
+    return _state.backward
+
+
 def source() -> str:
     """The innermost line, outside this package and torch, of what runs: where the user called."""
     if _state.source:
         return _state.source
+    for file, line in reversed(_torch.traced_lines()):
+        if not file.startswith(_INSIDE):
+            return f"{os.path.basename(file)}:{line}"
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
