@@ -1,26 +1,32 @@
-"""A pool of local processes that are the ranks of one torch.distributed world and live from call to call."""
+"""A pool of local processes that are the ranks of one torch.distributed world and live from call to call.
+
+This is the parent's side; `_rank.py` is that of a rank.
+"""
 
 from __future__ import annotations
 
-import faulthandler
+import codecs
+import contextlib
 import importlib
+import math
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
 import os
-import pickle
 import signal
 import socket
+import sys
 import threading
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
+
+from fcoll import _rank
+from fcoll._rank import Answer, Pipes, Place
 
 __all__ = ["Ranks"]
 
@@ -29,19 +35,7 @@ T = TypeVar("T")
 START_LIMIT = 120.0  # seconds for all processes to start and to join the world
 GRACE = 2.0  # seconds that the other ranks are given to answer once one has failed
 # what the fork server imports, once for all pools
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "fcoll._pool"]
-AFTERMATH = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
-
-
-class _Answer(NamedTuple):
-    """What a rank has to say about one call."""
-
-    result: bytes | None = None  # the pickled result
-    error: bytes | None = None  # the pickled exception, where it can be rebuilt
-    summary: str = ""  # the exception's type and text; empty if there was none
-    trace: str = ""
-    when: float = 0.0
-    aftermath: bool = False  # the exception only reports that another rank has gone
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "fcoll._rank"]
 
 
 class Ranks:
@@ -50,18 +44,18 @@ class Ranks:
     The processes start at the first `run` and end at `close` (or at the end of a `with` block). They speak
     over the loopback interface only, and the port is one that the system has handed out, so pools cannot
     collide. Where the platform has a fork server, torch is imported once for all pools, and starting a pool
-    takes a fraction of a second.
-
-    A script that makes a pool needs the usual `if __name__ == "__main__":` guard of `multiprocessing`.
+    takes a fraction of a second. They have this process's environment as it is when they start, with `RANK`,
+    `LOCAL_RANK` and `WORLD_SIZE` set as torchrun does. What they print appears here.
 
     Args:
         n: how many ranks.
         backend: a backend of `torch.distributed`. With NCCL, rank r uses CUDA device r.
         timeout: the limit of one `run`, in seconds, unless the call gives its own.
+        threads: how many threads torch uses in each.
 
     Raises:
         ValueError: `n` is not positive.
-        ImportError: cloudpickle, which the extra `fcoll[testing]` installs, is missing.
+        ImportError: cloudpickle, which the extra `fcoll[launch]` installs, is missing.
 
     Example:
         >>> with Ranks(2) as ranks:
@@ -69,13 +63,14 @@ class Ranks:
         [tensor(3.), tensor(3.)]
     """
 
-    def __init__(self, n: int, backend: str = "gloo", timeout: float = 60.0) -> None:
+    def __init__(self, n: int, backend: str = "gloo", timeout: float = 60.0, threads: int = 1) -> None:
         if n < 1:
             raise ValueError(f"a pool needs at least one rank, got n={n}")
         self.n = n
         self.backend = backend
         self.timeout = timeout
-        self._pickle = _cloudpickle()
+        self.threads = threads
+        self._pickle = _rank.cloudpickle()
         self._world: _World | None = None
 
     def __enter__(self) -> Ranks:
@@ -99,8 +94,8 @@ class Ranks:
         """Call `f` on every rank and return the results by rank.
 
         Rank r calls `f(*per_rank[r], *args)`, under the warning filters of the caller. Function, arguments
-        and results travel by cloudpickle: closures, lambdas and classes made in a function work; what an
-        importable module defines is imported by name on the rank.
+        and results travel by cloudpickle: closures, lambdas, classes made in a function and what a script or a
+        notebook defines work; what an importable module defines is imported by name on the rank.
 
         A failure stops the call. If every rank has raised and the world is still in step, the processes go
         on living. After any other failure, and after a timeout, they are killed, and the next `run` starts
@@ -128,7 +123,7 @@ class Ranks:
         if self._world is not None and not self._world.alive():
             self._stop()
         if self._world is None:
-            self._world = _World(self.n, self.backend)
+            self._world = _World(self.n, self.backend, self.threads)
         try:
             answers = self._world.ask(common, own, limit)
             if len(answers) == self.n and not any(a.summary for a in answers.values()):
@@ -162,9 +157,9 @@ class Ranks:
 
 
 class _World:
-    """The parent's side of one generation of processes."""
+    """One generation of processes."""
 
-    def __init__(self, n: int, backend: str) -> None:
+    def __init__(self, n: int, backend: str, threads: int) -> None:
         self.n = n
         methods = multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
@@ -172,32 +167,42 @@ class _World:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         # the store outlives every rank, so that its end is never what a rank's failure looks like
-        self._store = _store(port, is_master=True, master_listen_fd=listener.detach())
+        self._store = _rank.store(port, is_master=True, master_listen_fd=listener.detach())
         self._pipes: list[Connection] = []
         self._stacks: list[Connection] = []
+        self._outputs: dict[Connection, tuple[str, codecs.IncrementalDecoder]] = {}  # → "stdout" or "stderr"
         self._processes: list[multiprocessing.process.BaseProcess] = []
         try:
-            for rank in range(n):
-                pipe, theirs = context.Pipe()
-                stack, their_stack = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_serve,
-                    args=(rank, n, backend, port, theirs, their_stack),
-                    name=f"fcoll-rank-{rank}",
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                their_stack.close()
-                self._pipes.append(pipe)
-                self._stacks.append(stack)
-                self._processes.append(process)
+            with _uninterrupted(), _main_not_run_again():
+                for rank in range(n):
+                    place = Place(rank, n, backend, port, threads, dict(os.environ))
+                    self._start(place, context)
             answers = self._collect(START_LIMIT)
             if len(answers) < n or any(a.summary for a in answers.values()):
                 raise _error(answers, self, START_LIMIT)
         except BaseException:
             self.kill()
             raise
+
+    def _start(self, place: Place, context: Any) -> None:
+        pipe, theirs = context.Pipe()
+        ends = [context.Pipe(duplex=False) for _ in range(3)]
+        (stack, _), *outputs = ends
+        pipes = Pipes(theirs, *(end for _, end in ends))
+        process = context.Process(
+            target=_rank.serve,
+            args=(place, pipes),
+            name=f"fcoll-rank-{place.rank}",
+            daemon=True,
+        )
+        process.start()
+        for end in pipes:
+            end.close()
+        self._pipes.append(pipe)
+        self._stacks.append(stack)
+        for name, (output, _) in zip(("stdout", "stderr"), outputs, strict=True):
+            self._outputs[output] = name, codecs.getincrementaldecoder("utf-8")("replace")
+        self._processes.append(process)
 
     @property
     def pids(self) -> list[int]:
@@ -207,7 +212,7 @@ class _World:
         """Whether the processes wait for a call; the pipe of one that has died is at its end."""
         return all(process.is_alive() for process in self._processes) and not any(pipe.poll() for pipe in self._pipes)
 
-    def ask(self, common: bytes, own: list[bytes], limit: float) -> dict[int, _Answer]:
+    def ask(self, common: bytes, own: list[bytes], limit: float) -> dict[int, Answer]:
         """Send one call to every rank and return the answers that came within the limit."""
         for pipe, mine in zip(self._pipes, own, strict=True):
             try:
@@ -217,12 +222,14 @@ class _World:
                 pass  # the rank has died, which `_collect` sees
         return self._collect(limit)
 
-    def _collect(self, limit: float) -> dict[int, _Answer]:
+    def _collect(self, limit: float) -> dict[int, Answer]:
         waiting = dict(enumerate(self._pipes))
-        answers: dict[int, _Answer] = {}
+        answers: dict[int, Answer] = {}
         deadline = time.monotonic() + limit
         while waiting and (left := deadline - time.monotonic()) > 0:
-            ready = multiprocessing.connection.wait(list(waiting.values()), left)
+            patience = None if math.isinf(left) else left
+            ready = multiprocessing.connection.wait([*waiting.values(), *self._outputs], patience)
+            self._show(ready)
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 try:
                     answers[rank] = waiting.pop(rank).recv()
@@ -230,12 +237,27 @@ class _World:
                     answers[rank] = self._died(rank)
                 if answers[rank].summary:
                     deadline = min(deadline, time.monotonic() + GRACE)
+        self._show(multiprocessing.connection.wait(list(self._outputs), 0))  # what came before the last answer
         return answers
 
-    def _died(self, rank: int) -> _Answer:
+    def _show(self, ready: Sequence[object]) -> None:
+        """Print what ranks have printed."""
+        for output in [output for output in self._outputs if output in ready]:
+            name, decoder = self._outputs[output]
+            data = os.read(output.fileno(), 1 << 16)  # no pipe holds more
+            file = getattr(sys, name)
+            file.write(decoder.decode(data, final=not data))
+            file.flush()
+            if not data:  # the rank has ended
+                del self._outputs[output]
+                output.close()
+
+    def _died(self, rank: int) -> Answer:
         now = time.monotonic()
         self._processes[rank].join(1)
-        return _Answer(summary=f"rank {rank} died with exit code {self._processes[rank].exitcode}", when=now)
+        code = self._processes[rank].exitcode
+        how = f"with exit code {code}" if code is None or code >= 0 else f"of {signal.Signals(-code).name}"
+        return Answer(summary=f"rank {rank} died {how}", when=now)
 
     def stack(self, rank: int) -> str:
         """The Python stacks of a rank that does not answer."""
@@ -263,16 +285,17 @@ class _World:
 
     def kill(self) -> None:
         """Kill the processes that this world has started."""
-        for process in self._processes:
-            if process.is_alive():
-                process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in (*self._pipes, *self._stacks):
-            pipe.close()
+        with _uninterrupted():
+            for process in self._processes:
+                if process.is_alive():
+                    process.kill()
+            for process in self._processes:
+                process.join()
+            for pipe in (*self._pipes, *self._stacks, *self._outputs):
+                pipe.close()
 
 
-def _error(answers: dict[int, _Answer], world: _World, limit: float) -> BaseException:
+def _error(answers: dict[int, Answer], world: _World, limit: float) -> BaseException:
     """The exception to raise for a call in which a rank raised, died, or did not answer."""
     silent = [rank for rank in range(world.n) if rank not in answers]
     failed = [rank for rank, answer in answers.items() if answer.summary]
@@ -284,7 +307,7 @@ def _error(answers: dict[int, _Answer], world: _World, limit: float) -> BaseExce
         return error
     rank = min(failed, key=lambda r: (answers[r].aftermath, answers[r].when))
     answer = answers[rank]
-    error = RuntimeError(answer.summary) if answer.error is None else _cloudpickle().loads(answer.error)
+    error = RuntimeError(answer.summary) if answer.error is None else _rank.cloudpickle().loads(answer.error)
     if answer.trace:
         error.add_note(f"raised on rank {rank}:\n{answer.trace.rstrip()}")
     if others := [r for r in sorted(failed) if r != rank]:
@@ -294,19 +317,8 @@ def _error(answers: dict[int, _Answer], world: _World, limit: float) -> BaseExce
     return error
 
 
-def _store(port: int, **options: Any) -> Any:
-    return dist.TCPStore("127.0.0.1", port, wait_for_workers=False, **options)  # type: ignore[attr-defined]
-
-
 def _names(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
-
-
-def _cloudpickle() -> Any:
-    try:
-        return importlib.import_module("cloudpickle")
-    except ImportError as error:
-        raise ImportError("a pool of ranks needs cloudpickle: pip install 'fcoll[testing]'") from error
 
 
 def _warning_filters() -> list[tuple[Any, ...]]:
@@ -319,83 +331,41 @@ def _warning_filters() -> list[tuple[Any, ...]]:
     return [(action, pattern(text), kind, pattern(module), line) for action, text, kind, module, line in filters]
 
 
-# ---- on the ranks
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end: a process whose start or end it cut short would be nobody's to kill."""
+    if threading.current_thread() is not threading.main_thread():  # which is never interrupted
+        yield
+        return
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    masks = hasattr(signal, "pthread_sigmask")
+    if masks:  # for the fork server, which inherits it, and hears Ctrl-C as well
+        importlib.import_module("multiprocessing.resource_tracker").ensure_running()  # it would lift the mask
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        if masks:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
-def _serve(rank: int, n: int, backend: str, port: int, pipe: Connection, stack: Connection) -> None:
-    """A rank's main function: join the world, then answer calls until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, file=stack.fileno(), all_threads=True)
-    pipe.send(_answer(_join, rank, n, backend, port))
-    while True:
+_hidden = threading.Lock()
+
+
+@contextlib.contextmanager
+def _main_not_run_again() -> Iterator[None]:
+    """Keep multiprocessing from running the caller's script on every rank: cloudpickle sends what they need of it."""
+    main: Any = sys.modules["__main__"]
+    with _hidden:
+        spec, file = getattr(main, "__spec__", None), vars(main).pop("__file__", None)
+        main.__spec__ = None
         try:
-            common, own = pipe.recv_bytes(), pipe.recv_bytes()
-        except (EOFError, OSError):
-            break
-        pipe.send(_answer(_call, common, own))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _exit_with_parent() -> None:
-    """End this process with its parent, whatever its main thread is blocked in."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _join(rank: int, n: int, backend: str, port: int) -> None:
-    torch.set_num_threads(1)
-    torch._inductor.config.compile_threads = 1  # the ranks share the cores
-    loopback = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
-    os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
-    if "nccl" in backend:
-        torch.cuda.set_device(rank)
-    store = _store(port, is_master=False)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=n)
-
-
-def _call(common: bytes, own: bytes) -> Any:
-    f, args, filters = pickle.loads(common)
-    mine = pickle.loads(own)
-    with warnings.catch_warnings():
-        if filters:
-            warnings.resetwarnings()
-        for action, *rest in filters:
-            warnings.filterwarnings(action, *rest)
-        return f(*mine, *args)
-
-
-def _answer(f: Callable[..., Any], *args: Any) -> _Answer:
-    """Call f and put what it returns or raises into an answer, as bytes that hold no file descriptors."""
-    try:
-        return _Answer(result=_cloudpickle().dumps(f(*args)))
-    except BaseException as error:
-        when = time.monotonic()
-        summary = traceback.format_exception_only(error)[-1].strip()
-        trace = "".join(traceback.format_exception(error.with_traceback(_own_frames(error))))
-        aftermath = isinstance(error, dist.DistError) or any(text in str(error) for text in AFTERMATH)
-        return _Answer(None, _pickled(error), summary, trace, when, aftermath)
-
-
-def _own_frames(error: BaseException) -> Any:
-    """The traceback without the frames of this module at its top."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    return frames
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    """The exception as bytes, or None where they cannot rebuild it or it must not be raised elsewhere."""
-    if isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
-        return None
-    try:
-        data: bytes = _cloudpickle().dumps(error)
-        rebuilt = _cloudpickle().loads(data)
-    except Exception:
-        return None
-    return data if type(rebuilt) is type(error) and str(rebuilt) == str(error) else None
+            yield
+        finally:
+            main.__spec__ = spec
+            if file is not None:
+                main.__file__ = file

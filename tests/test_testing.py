@@ -321,7 +321,7 @@ def test_bad_arguments_of_a_pool(ranks: Pools, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="needs 2 tuples, one for each rank, got 1"):
         ranks(2).run(dist.get_rank, per_rank=[()])
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ImportError, match=r"fcoll\[testing\]"):
+    with pytest.raises(ImportError, match=r"fcoll\[launch\]"):
         Ranks(2)
 
 
