@@ -1,24 +1,18 @@
 """`fcoll.checked`: before each collective on a process group, the ranks compare what they are about to do.
 
-Each rank writes a digest of its call to the store that the world was made with; the group's first rank compares, and
-writes a verdict that all read. Nothing is sent over the group itself, so that a check cannot break what it checks. Only
-after a mismatch do the ranks write out their calls in full. Who waits longer than the limit writes the verdict instead,
-and says who is missing: the first verdict counts for all, a rank that comes late included.
-
-What is called under `checked` is checked in its derivatives too, wherever they run: `groups.Layout.check` goes along.
+Eager calls are compared with their whole tree, by `whole`; derivatives, and what a compiler traces, one collective at a
+time, by `each`. What is called under `checked` is checked in its derivatives too, wherever they run:
+`groups.Layout.check` goes along. How the ranks compare is in `agreement.py`.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,12 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcoll import _torch, recorder
-from fcoll.errors import CommunicationError, DisagreementError, fail
+from fcoll import _torch, agreement, recorder
+from fcoll.agreement import GRADIENT, Facts, Site
+from fcoll.errors import CommunicationError, fail
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Facts = dict[str, str]
-"""What a call is, in words, by what is compared."""
 
 
 class Check(NamedTuple):
@@ -131,21 +124,23 @@ class checked:
 def whole(function: str, leaves: list[Any], spec: Any, layout: Any) -> Any:
     """Compare a call with its whole tree, and return the layout that its collectives go on with.
 
-    The caller is the constructor of a `Call`, and its caller the public function, whose arguments are the parameters.
     While something traces, nothing can be compared: then each collective is, by `each`.
     """
     if torch.compiler.is_compiling() or any(_torch.tracing(leaf) for leaf in leaves):
         return layout
-    check = Check(*layout.check)
-    frame = sys._getframe(2)
-    count = frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
-    given = {name: frame.f_locals[name] for name in frame.f_code.co_varnames[:count] if name not in ("tree", "group")}
+    check, place = Check(*layout.check), recorder.source()
+    site = Site(layout.process, layout.order, *check[:3], function, place, "")
+    if function in ("send", "recv"):  # between two ranks, of which only one makes this call
+        agreement.note(site)
+        return layout
+    given = _arguments(function)
+    sizes, varying = _sizes(given, leaves)
     grads = _needs_gradients(given) and torch.is_grad_enabled()
 
     def facts(name: Callable[[int], str]) -> Facts:
-        found = {name: repr(value) for name, value in given.items()}
+        found = {name: _tensor(value) if isinstance(value, Tensor) else repr(value) for name, value in given.items()}
         found |= {"the structure of the tree": str(spec)} if spec is not None else {}
-        return found | {name(i): _tensor(leaf, grads) for i, leaf in enumerate(leaves)}
+        return found | {name(i): _tensor(leaf, varying, grads) for i, leaf in enumerate(leaves)}
 
     def paths() -> Facts:
         names = ["tree"] if spec is None else [str(accessor.codify("tree")) for accessor in spec.accessors()]
@@ -153,7 +148,7 @@ def whole(function: str, leaves: list[Any], spec: Any, layout: Any) -> Any:
         found.pop("the structure of the tree", None)  # the paths tell
         return found
 
-    _compare(layout.process, layout.order, check, function, recorder.source(), "", lambda: facts(str), paths)
+    agreement.compare(site, sizes, lambda: facts(str), paths)
     return layout._replace(check=tuple(check._replace(done=True)))
 
 
@@ -162,66 +157,84 @@ def each(name: str, x: Tensor, params: tuple[Any, ...], layout: Any) -> Tensor:
     check = Check(*layout.check)
     if check.done:
         return x
+    axes: Sequence[int] = ()
+    send: Sequence[int] = ()
+    receive: Sequence[int] = ()
+    if name == "all_to_all" and len(params) == 4:  # of blocks of different sizes
+        *axes, send, receive = params
+        params = tuple(axes)
+    phase = "backward" if recorder.backward() else ""
     text = f"{name}{params}".replace(",)", ")")
-    place, phase = recorder.source(), "backward" if recorder.backward() else ""
-    arguments = (layout.process, list(layout.order), check.which, check.timeout, check.lines, text, place, phase)
+    site = Site(layout.process, layout.order, *check[:3], text, recorder.source(), phase)
     if _torch.tracing(x):
-        checked: Tensor = torch.ops.fcoll.check(x, *arguments)
+        checked: Tensor = torch.ops.fcoll.check(x, json.dumps(site), list(axes), list(send), list(receive))
         return checked
-    _each(x, *arguments)
+    _each(x, site, axes, send, receive)
     return x
 
 
-def _each(
-    x: Tensor,
-    process: str,
-    order: list[int],
-    which: str,
-    timeout: float,
-    lines: bool,
-    text: str,
-    place: str,
-    phase: str,
-) -> None:
-    facts = {"what is sent": _tensor(x, False)}
-    _compare(process, order, Check(which, timeout, lines), text, place, phase, lambda: facts, lambda: facts)
+def _each(x: Tensor, site: Site, axes: Sequence[int], send: Sequence[int], receive: Sequence[int]) -> None:
+    facts = {"what is sent": _tensor(x, axes)}
+    crossed = bool(axes) and axes[0] == axes[1]
+    if axes and not crossed:
+        facts |= {"the sizes sent": str(list(send)), "the sizes received": str(list(receive))}
+    agreement.compare(site, (list(send), list(receive)) if crossed else None, lambda: facts, lambda: facts)
 
 
 @torch.library.custom_op("fcoll::check", mutates_args=())
-def _check(
-    x: Tensor,
-    process: str,
-    order: list[int],
-    which: str,
-    timeout: float,
-    lines: bool,
-    text: str,
-    place: str,
-    phase: str,
-) -> Tensor:
+def _check(x: Tensor, site: str, axes: Sequence[int], send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """x, once the ranks have compared the collective that takes it: graphs keep the two in order."""
-    _each(x, process, order, which, timeout, lines, text, place, phase)
+    _each(x, Site(*json.loads(site)), axes, send, receive)
     return x.clone()
 
 
 @_check.register_fake
-def _(
-    x: Tensor,
-    process: str,
-    order: list[int],
-    which: str,
-    timeout: float,
-    lines: bool,
-    text: str,
-    place: str,
-    phase: str,
-) -> Tensor:
+def _(x: Tensor, site: str, axes: Sequence[int], send: Sequence[int], receive: Sequence[int]) -> Tensor:
     return x.clone()
 
 
 def derivative_of(layout: Any) -> Any:
     """The layout for the derivatives of a collective, which have not been compared."""
     return layout._replace(check=(*layout.check[:3], False))
+
+
+def _arguments(function: str) -> dict[str, Any]:
+    """The arguments of the public function, which made the `Call` that is checked, perhaps by way of helpers."""
+    frame = found = sys._getframe(3)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        found = frame if frame.f_code.co_name == function else found
+        frame = frame.f_back
+    count = found.f_code.co_argcount + found.f_code.co_kwonlyargcount
+    names = found.f_code.co_varnames[:count]
+    return {name: found.f_locals[name] for name in names if name not in ("tree", "group")}
+
+
+_HERE = os.path.dirname(__file__) + os.sep
+
+
+def _sizes(given: dict[str, Any], leaves: list[Any]) -> tuple[tuple[list[int], list[int]] | None, list[int]]:
+    """Sizes that a rank sends and receives, if it says so, and the axes along which the ranks' leaves may differ."""
+    if given.get("sizes") is not None and "op" not in given:  # of a reduction, all leaves are cut alike
+        return None, _axes(given, leaves, "axis")
+    if given.get("send_sizes") is None:
+        return None, []
+    axes = _axes(given, leaves, "split_axis", "concat_axis")
+    numbers = [_numbers(given.get(name)) for name in ("send_sizes", "recv_sizes")]
+    if len(set(axes)) != 1 or not all(isinstance(size, int) for sizes in numbers for size in sizes):
+        return None, axes
+    for name in ("send_sizes", "recv_sizes"):
+        given[name] = given[name] is not None  # compared crosswise
+    return (numbers[0], numbers[1]), axes
+
+
+def _axes(given: dict[str, Any], leaves: list[Any], *names: str) -> list[int]:
+    ndim = max((leaf.ndim for leaf in leaves), default=0)
+    axes = [given[name] for name in names]
+    return [axis % ndim for axis in axes] if ndim and all(type(axis) is int for axis in axes) else []
+
+
+def _numbers(sizes: Any) -> list[Any]:
+    return sizes.tolist() if isinstance(sizes, Tensor) else list(sizes or ())
 
 
 def _needs_gradients(given: dict[str, Any]) -> bool:
@@ -231,184 +244,10 @@ def _needs_gradients(given: dict[str, Any]) -> bool:
     return not given.get("invariant") or given.get("op") in ("max", "min", "prod")
 
 
-def _tensor(x: Tensor, grads: bool) -> str:
+def _tensor(x: Tensor, varying: Sequence[int] = (), grads: bool = False) -> str:
+    shape = ", ".join("·" if axis in varying else str(int(size)) for axis, size in enumerate(x.shape))
     dtype = str(x.dtype).removeprefix("torch.")
-    return f"{dtype}{[int(size) for size in x.shape]} on {x.device.type}" + (
-        _GRADIENT if grads and x.requires_grad else ""
-    )
-
-
-# ---- how it is compared
-
-
-def _compare(
-    process: str,
-    order: Sequence[int],
-    check: Check,
-    function: str,
-    place: str,
-    phase: str,
-    digested: Callable[[], Facts],
-    written: Callable[[], Facts],
-) -> None:
-    """Return if all ranks of the process group make the same call, raise on all if not.
-
-    `digested` are the facts that must be the same, `written` the same for the eye, with the paths of leaves.
-    """
-    channel = _channel(process)
-    if channel is None:
-        return
-    if check.which == "first":
-        site = f"{function} {place} {phase}"
-        if site in channel.seen:
-            return
-        channel.seen.add(site)
-    common = {"function": function, "phase": phase or "forward", "line": place if check.lines else ""}
-    common["ranks of the group"] = str([channel.ranks[i] for i in order or range(len(channel.ranks))])
-    digest = hashlib.blake2b(json.dumps([common, digested()]).encode(), digest_size=16).hexdigest()
-    where = f"{phase} of {place}: {function}" if phase else f"{place}: {function}"
-    ranks = {"ranks of the group": common["ranks of the group"]}
-    channel.agree(digest, where, lambda: {"call": where} | ranks | written(), check.timeout)
-
-
-class _Channel:
-    """What the ranks of one process group say to each other, by way of the world's store.
-
-    Keys of call k: `k/r` what rank r is about to do, `k/verdict` whether all do the same, and after a mismatch
-    `k/r/full` and `k/full`. Each rank removes its own once the verdict is there, the first rank the verdict before.
-    """
-
-    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
-        self.name, self.here = name, group.rank()
-        self.ranks: list[int] = dist.get_process_group_ranks(group)
-        self.seen: set[str] = set()
-        self.count = 0
-        self.stale: list[str] = []  # keys that the first rank wrote and nobody needs once all have come further
-        clone = _torch.default_store().clone()  # of its own, so that groups in different threads do not wait in line
-        self.store = dist.PrefixStore(f"fcoll/{name}/{'_'.join(map(str, self.ranks))}", clone)
-        self.positions = dist.PrefixStore("fcoll/at", clone)
-        self.lock = threading.Lock()
-
-    def agree(self, digest: str, where: str, describe: Callable[[], Facts], timeout: float) -> None:
-        """One call of this rank: return when all make it, raise DisagreementError if not."""
-        with self.lock:
-            self.count += 1
-            own = f"{self.count}/{self.here}"
-            try:
-                self.positions.set(str(self.ranks[self.here]), f"{where}, call {self.count} of {self._label()}")
-                self.store.set(own, json.dumps([digest, where]))
-                verdict = self._verdict(timeout)
-                if verdict == DIFFER:
-                    verdict = self._explained(describe, timeout)
-                self.store.delete_key(own)
-            except dist.DistNetworkError as error:
-                raise CommunicationError(
-                    f"{where}: the store of torch.distributed, by which the ranks of {self._label()} compare their "
-                    f"calls, has gone; the process that holds it, often rank 0, has ended"
-                ) from error
-        if verdict != SAME:
-            raise DisagreementError(verdict)
-
-    def _verdict(self, timeout: float) -> str:
-        """The verdict on this call, whoever gives it."""
-        key = f"{self.count}/verdict"
-        try:
-            if self.here:
-                return self._read(self.store, key, timeout)
-            if self.store.check([key]):  # the others have given up
-                return self._read(self.store, key, timeout)
-            calls = self._calls(range(len(self.ranks)), timeout)
-            while self.stale:
-                self.store.delete_key(self.stale.pop())
-            return self._decide(key, SAME if len({digest for digest, _ in calls.values()}) == 1 else DIFFER)
-        except dist.DistStoreError:
-            return self._decide(key, self._missing(timeout))
-
-    def _explained(self, describe: Callable[[], Facts], timeout: float) -> str:
-        """How the calls differ."""
-        own, key = f"{self.count}/{self.here}/full", f"{self.count}/full"
-        self.store.set(own, json.dumps(describe()))
-        try:
-            if self.here:
-                return self._read(self.store, key, timeout)
-            written = [json.loads(self._read(self.store, f"{self.count}/{r}/full", timeout)) for r in self._all()]
-            return self._decide(key, self._differences(written))
-        except dist.DistStoreError:
-            return self._decide(key, f"the ranks of {self._label()} disagree on call {self.count}; not all say in what")
-        finally:
-            self.store.delete_key(own)
-
-    def _decide(self, key: str, verdict: str) -> str:
-        """The verdict that counts: this one, unless there is one."""
-        self.stale.append(key)
-        return str(self.store.compare_set(key, "", verdict).decode())
-
-    def _read(self, store: Any, key: str, timeout: float) -> str:
-        store.wait([key], timedelta(seconds=timeout))
-        return str(store.get(key).decode())
-
-    def _all(self) -> range:
-        return range(len(self.ranks))
-
-    def _calls(self, members: Sequence[int], timeout: float) -> dict[int, tuple[str, str]]:
-        keys = [f"{self.count}/{r}" for r in members]
-        self.store.wait(keys, timedelta(seconds=timeout))
-        return {r: tuple(json.loads(text)) for r, text in zip(members, self.store.multi_get(keys), strict=True)}
-
-    def _label(self) -> str:
-        return f"process group {self.name!r} of {len(self.ranks)} ranks"
-
-    def _missing(self, timeout: float) -> str:
-        """Who has not come, and where everyone is."""
-        here = [r for r in self._all() if self.store.check([f"{self.count}/{r}"])]
-        calls = self._calls(here, timeout)
-        absent = [r for r in self._all() if r not in here]
-        who = _names([self.ranks[r] for r in absent]) if absent else f"rank {self.ranks[0]}, which compares,"
-        lines = [f"after {timeout:g} s, {who} had not come to call {self.count} of {self._label()}"]
-        for r in absent:
-            rank = str(self.ranks[r])
-            last = self._read(self.positions, rank, timeout) if self.positions.check([rank]) else "no checked call yet"
-            lines.append(f"  rank {rank} was last seen at {last}")
-        lines += [f"  rank {self.ranks[r]} waits at {where}" for r, (_, where) in calls.items()]
-        return "\n".join(lines)
-
-    def _differences(self, written: list[Facts]) -> str:
-        lines = [f"the ranks of {self._label()} disagree on call {self.count}"]
-        for what in dict.fromkeys(what for facts in written for what in facts):
-            by_value: dict[str, list[int]] = {}
-            for r, facts in enumerate(written):
-                by_value.setdefault(facts.get(what, "missing"), []).append(self.ranks[r])
-            if len(by_value) > 1 or what == "call":
-                lines.append(f"  {what}: " + "; ".join(f"{_has(ranks)} {value}" for value, ranks in by_value.items()))
-        if any(_GRADIENT in line for line in lines):
-            lines.append("  a leaf must require a gradient on every rank or on none: x.requires_grad_() makes it")
-        return "\n".join(lines)
-
-
-SAME, DIFFER = "same", "differ"
-_GRADIENT = " that requires a gradient"
-
-_channels: weakref.WeakKeyDictionary[Any, dict[str, _Channel | None]] = weakref.WeakKeyDictionary()  # by world, name
-_making = threading.Lock()
-
-
-def _channel(name: str) -> _Channel | None:
-    """The channel of a process group; None where there is nobody to compare with."""
-    with _making:
-        channels = _channels.setdefault(_torch.world(), {})
-        if name not in channels:
-            group = _torch.process_group(name)
-            alone = group.size() == 1 or dist.get_backend(group) == "fake"
-            channels[name] = None if alone else _Channel(name, group)
-        return channels[name]
-
-
-def _names(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
-
-
-def _has(ranks: list[int]) -> str:
-    return f"{_names(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+    return f"{dtype}[{shape}] on {x.device.type}" + (GRADIENT if grads and x.requires_grad else "")
 
 
 # ---- what the backend reports

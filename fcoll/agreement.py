@@ -1,0 +1,254 @@
+"""How the ranks of a process group compare their calls, before they make them: by way of the world's store.
+
+Each rank writes a digest of its call to the store. The group's first rank compares, and writes a verdict that all read.
+Nothing is sent over the group itself, so that a check cannot break what it checks. Only after a mismatch do the ranks
+write out their calls in full. Who waits longer than the limit writes the verdict instead, and says who is missing: the
+first verdict counts for all, a rank that comes late included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from fcoll import _torch
+from fcoll.errors import CommunicationError, DisagreementError
+
+Facts = dict[str, str]
+"""What a call is, in words, by what is compared."""
+
+GRADIENT = " that requires a gradient"
+SAME, DIFFER = "same", "differ"
+
+
+class Site(NamedTuple):
+    """A call on a process group, and how it is to be compared."""
+
+    process: str  # the name of the process group
+    order: Sequence[int]  # see engine.Process
+    which: str  # see checks.Check, also for the next two
+    timeout: float
+    lines: bool
+    function: str
+    place: str  # file and line
+    phase: str  # "backward" in a derivative, else ""
+
+    def __str__(self) -> str:
+        return f"backward of {self.place}: {self.function}" if self.phase else f"{self.place}: {self.function}"
+
+
+Sizes = tuple[list[int], list[int]]
+"""What a rank sends to each rank and receives from each; nothing for the latter if it does not say."""
+
+
+class _Call(NamedTuple):
+    """What each rank writes."""
+
+    digest: str
+    where: str
+    sizes: Sizes | None
+
+
+def compare(site: Site, sizes: Sizes | None, digested: Callable[[], Facts], written: Callable[[], Facts]) -> None:
+    """Return if all ranks of the process group make the same call, raise on all if not.
+
+    Args:
+        site: this rank's call.
+        sizes: what is compared crosswise.
+        digested: the facts that must be the same.
+        written: the same for the eye.
+    """
+    channel = _channel(site.process)
+    if channel is None:
+        return
+    if site.which == "first":
+        if str(site) in channel.seen:
+            return
+        channel.seen.add(str(site))
+    ranks = {"ranks of the group": str([channel.ranks[i] for i in site.order or channel.all()])}
+    common = {"function": site.function, "phase": site.phase, "line": site.place if site.lines else ""} | ranks
+    digest = hashlib.blake2b(json.dumps([common, digested()]).encode(), digest_size=16).hexdigest()
+    call = _Call(digest, str(site), sizes)
+    channel.agree(call, site, lambda: {"call": str(site)} | ranks | written())
+
+
+def note(site: Site) -> None:
+    """Say where this rank is, for the others to find."""
+    channel = _channel(site.process)
+    if channel is not None:
+        channel.note(f"{site}, of {channel.label}")
+
+
+class _Channel:
+    """What the ranks of one process group say to each other.
+
+    Keys of call k: `k/r` what rank r is about to do, `k/verdict`, and after a mismatch `k/r/full` and `k/full`. Each
+    rank removes its own once it has the verdict; the first rank removes a verdict once all have come further.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
+        self.here = group.rank()
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        self.label = f"process group {name!r} of {len(self.ranks)} ranks"
+        self.seen: set[str] = set()
+        self.count = 0
+        self.stale: list[str] = []  # keys that the first rank removes once all have come further
+        self.lock = threading.Lock()
+        clone = _torch.default_store().clone()  # of its own, so that groups in different threads do not wait in line
+        self.store = _prefixed(f"fcoll/{name}/{'_'.join(map(str, self.ranks))}", clone)
+        self.positions = _prefixed("fcoll/at", clone)
+
+    def all(self) -> range:
+        """The ranks, as the process group counts them."""
+        return range(len(self.ranks))
+
+    def note(self, where: str) -> None:
+        """Write where this rank is."""
+        self.positions.set(str(self.ranks[self.here]), where)
+
+    def agree(self, call: _Call, site: Site, describe: Callable[[], Facts]) -> None:
+        """One call of this rank: return when all make it, raise DisagreementError if not."""
+        with self.lock:
+            self.count += 1
+            own = f"{self.count}/{self.here}"
+            try:
+                self.note(f"{site}, call {self.count} of {self.label}")
+                self.store.set(own, json.dumps(call))
+                verdict = self._verdict(site)
+                if verdict == DIFFER:
+                    verdict = self._explanation(describe, site)
+                self.store.delete_key(own)
+                self._forget(f"{self.count}/verdict")
+            except dist.DistNetworkError as error:
+                raise CommunicationError(
+                    f"{site}: the store of torch.distributed, by which the ranks of {self.label} compare their calls, "
+                    "has gone; the process that holds it, often rank 0, has ended"
+                ) from error
+        if verdict != SAME:
+            raise DisagreementError(verdict)
+
+    def _verdict(self, site: Site) -> str:
+        """SAME, DIFFER, or that somebody is missing."""
+        key = f"{self.count}/verdict"
+        try:
+            if self.here or self.store.check([key]):  # the first rank finds one if the others have given up
+                return self._read(key, site.timeout)
+            keys = [f"{self.count}/{r}" for r in self.all()]
+            self.store.wait(keys, timedelta(seconds=site.timeout))
+            calls = [_Call(*json.loads(text)) for text in self.store.multi_get(keys)]
+            while self.stale:
+                self.store.delete_key(self.stale.pop())
+            same = len({call.digest for call in calls}) == 1 and not self._crossed(calls, site)
+            return self._decide(key, SAME if same else DIFFER)
+        except dist.DistStoreError:
+            return self._decide(key, self._missing(site))
+
+    def _explanation(self, describe: Callable[[], Facts], site: Site) -> str:
+        """How the calls differ."""
+        own, key = f"{self.count}/{self.here}/full", f"{self.count}/full"
+        self.store.set(own, json.dumps(describe()))
+        try:
+            if self.here:
+                return self._read(key, site.timeout)
+            calls = [_Call(*json.loads(self._read(f"{self.count}/{r}", site.timeout))) for r in self.all()]
+            facts = [json.loads(self._read(f"{self.count}/{r}/full", site.timeout)) for r in self.all()]
+            return self._decide(key, "\n".join([*self._differences(facts), *self._crossed(calls, site)]))
+        except dist.DistStoreError:
+            return self._decide(key, f"the ranks of {self.label} disagree on call {self.count}; not all say in what")
+        finally:
+            self.store.delete_key(own)
+            self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        if not self.here:
+            self.stale.append(key)
+
+    def _decide(self, key: str, verdict: str) -> str:
+        """The verdict that counts: this one, unless there is one."""
+        return str(self.store.compare_set(key, "", verdict).decode())
+
+    def _read(self, key: str, timeout: float, store: Any = None) -> str:
+        store = store or self.store
+        store.wait([key], timedelta(seconds=timeout))
+        return str(store.get(key).decode())
+
+    def _look(self, key: str, store: Any = None) -> str | None:
+        """What is there now, if anything is."""
+        try:
+            return self._read(key, 1.0, store) if (store or self.store).check([key]) else None
+        except dist.DistStoreError:  # removed meanwhile
+            return None
+
+    def _missing(self, site: Site) -> str:
+        """Who has not come, and where everyone is."""
+        found = {r: self._look(f"{self.count}/{r}") for r in self.all()}
+        waiting = {self.ranks[r]: _Call(*json.loads(text)).where for r, text in found.items() if text}
+        absent = [rank for rank in self.ranks if rank not in waiting]
+        who = _names(absent) if absent else f"rank {self.ranks[0]}, which compares,"
+        lines = [f"after {site.timeout:g} s, {who} had not come to call {self.count} of {self.label}"]
+        for rank in absent:
+            last = self._look(str(rank), self.positions)
+            lines.append(
+                f"  rank {rank} was last seen at {last}" if last else f"  rank {rank} has made no checked call"
+            )
+        return "\n".join([*lines, *(f"  rank {rank} waits at {where}" for rank, where in waiting.items())])
+
+    def _differences(self, written: list[Facts]) -> list[str]:
+        lines = [f"the ranks of {self.label} disagree on call {self.count}"]
+        for what in dict.fromkeys(what for facts in written for what in facts):
+            by_value: dict[str, list[int]] = {}
+            for r, facts in enumerate(written):
+                by_value.setdefault(facts.get(what, "nothing"), []).append(self.ranks[r])
+            if len(by_value) > 1 or what == "call":
+                lines.append(f"  {what}: " + "; ".join(f"{_has(ranks)} {value}" for value, ranks in by_value.items()))
+        if any(GRADIENT in line for line in lines):
+            lines.append("  a leaf must require a gradient on every rank or on none: x.requires_grad_() makes it")
+        return lines
+
+    def _crossed(self, calls: list[_Call], site: Site) -> list[str]:
+        """Where what a rank sends is not what the other expects."""
+        lines = []
+        in_order = list(site.order or self.all())  # sizes are listed in the order of the group
+        for i, sender in enumerate(in_order):
+            for j, receiver in enumerate(in_order):
+                sent, expected = calls[sender].sizes, calls[receiver].sizes
+                if sent and expected and expected[1] and sent[0][j] != expected[1][i]:
+                    lines.append(
+                        f"  sizes: rank {self.ranks[sender]} sends {sent[0][j]} to rank {self.ranks[receiver]}, "
+                        f"which expects {expected[1][i]}"
+                    )
+        return lines
+
+
+_channels: weakref.WeakKeyDictionary[Any, dict[str, _Channel | None]] = weakref.WeakKeyDictionary()  # by world, name
+_making = threading.Lock()
+
+
+def _channel(name: str) -> _Channel | None:
+    """The channel of a process group; None where there is nobody to compare with."""
+    with _making:
+        channels = _channels.setdefault(_torch.world(), {})
+        if name not in channels:
+            group = _torch.process_group(name)
+            alone = group.size() == 1 or dist.get_backend(group) == "fake"
+            channels[name] = None if alone else _Channel(name, group)
+        return channels[name]
+
+
+def _prefixed(prefix: str, store: Any) -> Any:
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def _has(ranks: list[int]) -> str:
+    return f"{_names(ranks)} {'has' if len(ranks) == 1 else 'have'}"
