@@ -2,12 +2,23 @@
 
 from fcoll import functional, lax
 from fcoll._version import __version__
+from fcoll.checks import checked
 from fcoll.compiling import compile
-from fcoll.errors import CollectiveTypeError, CollectiveValueError, FcollError, UnboundAxisError
+from fcoll.errors import (
+    CollectiveTypeError,
+    CollectiveValueError,
+    CommunicationError,
+    DisagreementError,
+    FcollError,
+    UnboundAxisError,
+)
 from fcoll.functional import *
 from fcoll.groups import WORLD, Group, GroupLike, group, subgroups
+from fcoll.launching import launch
 from fcoll.maps import vmap
 from fcoll.meshes import VirtualMesh, bind, mesh, virtual_mesh
+from fcoll.p2p import after, recv, send, token
+from fcoll.pending import Pending, start, wait
 from fcoll.sharding import shard_map
 from fcoll.specs import P
 from fcoll.tracing import Trace, trace
@@ -16,24 +27,35 @@ __all__ = [
     "WORLD",
     "CollectiveTypeError",
     "CollectiveValueError",
+    "CommunicationError",
+    "DisagreementError",
     "FcollError",
     "Group",
     "GroupLike",
     "P",
+    "Pending",
     "Trace",
     "UnboundAxisError",
     "VirtualMesh",
     "__version__",
+    "after",
     "bind",
+    "checked",
     "compile",
     "functional",
     "group",
+    "launch",
     "lax",
     "mesh",
+    "recv",
+    "send",
     "shard_map",
+    "start",
     "subgroups",
+    "token",
     "trace",
     "virtual_mesh",
     "vmap",
+    "wait",
     *functional.__all__,
 ]

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll import _torch, recorder
+from fcoll import _torch, checks, recorder
+from fcoll.engine import Flight, Process
 from fcoll.groups import PENDING, Axis, Layout, axis_index, from_major, process_of, stacked_index
 from fcoll.primitives import PRIMITIVES, Params, Primitive
 
@@ -46,8 +47,34 @@ def _eager(x: Tensor, name: str, params: Params, layout: Layout) -> Tensor:
     """On processes, with no transform around: a Function only for a gradient, and of the kind that costs half."""
     if x.requires_grad and torch.is_grad_enabled():
         return _classic_bind(x, _Static(name, params, layout))
+    return _on_process(x, name, params, layout)
+
+
+def _on_process(x: Tensor, name: str, params: Params, layout: Layout) -> Tensor:
+    y = started(x, name, params, layout, process_of(layout))
+    return arrived(y, name, layout) if isinstance(y, Flight) else y
+
+
+def started(x: Tensor, name: str, params: Params, layout: Layout, process: Process) -> Tensor | Flight:
+    """A collective on a process group: its result, or the flight for `arrived`."""
     recorder.tell(name, x, layout, params)
-    return PRIMITIVES[name].on_process(x, process_of(layout), *params)
+    record = PRIMITIVES[name]
+    if layout.check and record.wire:
+        x = checks.each(record.wire, x, params, layout)
+    try:
+        return record.on_process(x, process, *params)
+    except RuntimeError as error:
+        checks.explain(error, record.wire or name, x, layout)
+        raise
+
+
+def arrived(flight: Flight, name: str, layout: Layout) -> Tensor:
+    """The result of a flight."""
+    try:
+        return flight.wait()
+    except RuntimeError as error:
+        checks.explain(error, PRIMITIVES[name].wire or name, flight.buffer, layout)
+        raise
 
 
 def _again(x: Tensor, name: str, params: Params, layout: Layout, *tokens: Tensor) -> Tensor:
@@ -62,8 +89,7 @@ class _Bind(torch.autograd.Function):
     def forward(x: Tensor, static: _Static, *tokens: Tensor) -> Tensor:
         name, params, layout = static.name, static.params, static.layout
         if layout.process:
-            recorder.tell(name, x, layout, params)
-            return PRIMITIVES[name].on_process(x, process_of(layout), *params)
+            return _on_process(x, name, params, layout)
         if PENDING in layout.at:
             raise RuntimeError(f"{name}: a value of an emulated axis was used outside the fcoll.vmap that binds it")
         y = _on_stack(x, name, params, layout)
@@ -138,7 +164,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> tuple[Tensor, .
     """Keep what derivatives need; returns the tensors among it."""
     x, static, *tokens = inputs
     name, ctx.params, ctx.layout = static.name, static.params, static.layout
-    ctx.source = recorder.source() if recorder.active() else ""
+    ctx.source = recorder.source() if recorder.active() or ctx.layout.check else ""
+    if ctx.layout.check:
+        ctx.layout = checks.derivative_of(ctx.layout)
     if ctx.layout.outside >= 0 and _torch.level() <= ctx.layout.outside:
         name = PRIMITIVES[name].exact or name
     ctx.name = name

@@ -7,9 +7,13 @@ from torch import Tensor
 
 def split_blocks(x: Tensor, n: int, axis: int, tiled: bool) -> Tensor:
     """The n blocks along `axis`, on a new axis 0; untiled, `axis` itself holds them."""
-    return x.unflatten(axis, (n, x.shape[axis] // n)).movedim(axis, 0) if tiled else x.movedim(axis, 0)
+    if tiled:
+        x = x.unflatten(axis, (n, x.shape[axis] // n))
+    return x.movedim(axis, 0) if axis else x
 
 
 def join_blocks(blocks: Tensor, axis: int, tiled: bool) -> Tensor:
     """The blocks on axis 0 side by side along `axis`; untiled, along a new axis."""
-    return blocks.movedim(0, axis).flatten(axis, axis + 1) if tiled else blocks.movedim(0, axis)
+    if axis:
+        blocks = blocks.movedim(0, axis)
+    return blocks.flatten(axis, axis + 1) if tiled else blocks

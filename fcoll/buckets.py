@@ -6,28 +6,29 @@ Two hundred leaves of 1 KiB, one by one, take a hundred times as long as togethe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 SMALL = 1 << 20  # bytes: a leaf from this size on travels alone
-FULL = 25 << 20  # bytes: no bucket is larger
+FULL = 25 << 20  # bytes: no bucket is larger, if a call does not say so
 
 
-def plan(leaves: Sequence[Tensor]) -> list[list[int]]:
+def plan(leaves: Sequence[Tensor], full: int = FULL) -> list[list[int]]:
     """Which leaves travel together, in order. Nothing that may differ between ranks decides, or they would disagree."""
+    small = min(SMALL, full)
     buckets: list[list[int]] = []
     opened: dict[Any, tuple[list[int], int]] = {}
     for i, leaf in enumerate(leaves):
-        size = leaf.numel() * leaf.element_size()
-        if size >= SMALL:
+        size = leaf.nbytes
+        if size >= small:
             buckets.append([i])
             continue
         key = (leaf.dtype, leaf.device)
         bucket, filled = opened.get(key, ([], 0))
-        if not bucket or filled + size > FULL:
+        if not bucket or filled + size > full:
             bucket, filled = [], 0
             buckets.append(bucket)
         bucket.append(i)
@@ -35,13 +36,21 @@ def plan(leaves: Sequence[Tensor]) -> list[list[int]]:
     return buckets
 
 
-def together(parts: Sequence[Tensor], send: Callable[[Tensor], Tensor], lead: int) -> list[Tensor]:
-    """The results of `send` for each part, from one call. It may change the `lead` axes in front, not what follows."""
-    shapes = [part.shape[lead:] for part in parts]
-    sizes = [math.prod(shape) for shape in shapes]
-    flat = [part.reshape((*part.shape[:lead], size)) for part, size in zip(parts, sizes, strict=True)]
-    y = send(torch.cat(flat, -1))
+def pack(parts: Sequence[Tensor], lead: int) -> tuple[Tensor, list[Sequence[int]]]:
+    """One tensor of all parts, whose `lead` axes in front stay, and the shapes that follow them."""
+    shapes: list[Sequence[int]] = [part.shape[lead:] for part in parts]
+    flat = [
+        part if part.ndim == lead + 1 else part.reshape((*part.shape[:lead], math.prod(shape)))
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
+    return torch.cat(flat, -1), shapes
+
+
+def unpack(y: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """What `pack` has put together; other axes than before may be in front."""
     front = y.shape[:-1]
     split: Any = torch.split_with_sizes_copy  # copies: what is done to one result must not touch another
-    pieces: list[Tensor] = split(y, sizes, -1)
-    return [piece.view((*front, *shape)) for piece, shape in zip(pieces, shapes, strict=True)]
+    pieces: list[Tensor] = split(y, [math.prod(shape) for shape in shapes], -1)
+    return [
+        piece if len(shape) == 1 else piece.view((*front, *shape)) for piece, shape in zip(pieces, shapes, strict=True)
+    ]

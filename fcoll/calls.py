@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fcoll import _torch, buckets, checks, groups, trees
+from fcoll import _torch, buckets, checks, groups, pending, trees
+from fcoll.bind import bind
 from fcoll.errors import fail
 from fcoll.groups import Axis, GroupLike
+from fcoll.passage import begin
+from fcoll.primitives import Params
 
 Tree = TypeVar("Tree")
 
@@ -27,19 +30,26 @@ RECORDS = {
 """Which record does an op."""
 
 
+Step = Callable[[Tensor, Params], Tensor]
+"""(tensor, parameters of the record) -> tensor"""
+Finish = Callable[[Tensor, Params, torch.dtype], Tensor]
+"""(what the record gives, its parameters, dtype of the leaf) -> result"""
+
+
 class Fused(NamedTuple):
-    """How leaves travel together: `pack` keeps `lead` axes in front, `send` acts on all at once, `finish` unpacks."""
+    """How leaves travel together: `pack` keeps `lead` axes in front, the record has `params`, `finish` unpacks."""
 
     lead: int
-    pack: Callable[[Tensor, Any], Tensor]
-    send: Callable[[Tensor], Tensor]
-    finish: Callable[[Tensor, Any], Tensor] = lambda y, _: y
+    params: Params
+    pack: Step | None = None
+    finish: Step | None = None
+    size: int = buckets.FULL
 
 
 class Call(Generic[Tree]):
     """One call: its leaves, its axis, and the checks of both, each of which names the leaf."""
 
-    def __init__(self, function: str, tree: Tree, group: GroupLike) -> None:
+    def __init__(self, function: str, tree: Tree, group: GroupLike, *, alike: bool = True) -> None:
         self.function, self.tree = function, tree
         self.axis: Axis = groups.resolve(function, group)
         self.leaves: list[Any] = [tree]
@@ -54,30 +64,94 @@ class Call(Generic[Tree]):
                 self.fail(i, "type", "is a DTensor; send its .to_local(), or use fcoll.shard_map")
             elif leaf.layout != torch.strided:
                 self.fail(i, "type", "is {}; only strided tensors can be sent: use .to_dense()", str(leaf.layout))
-        if self.axis.layout.check:
+        if self.axis.layout.check and alike:  # else shapes may differ between the ranks
             layout = checks.whole(function, self.leaves, self.spec, self.axis.layout)
             self.axis = self.axis._replace(layout=layout)
 
-    def run_elementwise(self, each: Callable[[Tensor], Tensor]) -> Tree:
-        """The tree of `each(leaf)`, where `each` keeps elements in their places."""
-        if self.spec is None:
-            return each(self.leaves[0])  # type: ignore[return-value]
-        return self.run(lambda x, _: each(x), [None] * len(self.leaves), Fused(0, lambda x, _: x, each))
+    def run_elementwise(
+        self, name: str, *params: Any, after: Finish | None = None, bucket_size: int = buckets.FULL
+    ) -> Tree:
+        """`run` where the record keeps elements in their places, and has the same parameters for all leaves."""
+        return self.run(name, [params] * len(self.leaves), Fused(0, params, size=bucket_size), after=after)
 
-    def run(self, each: Callable[[Tensor, Any], Tensor], arguments: Sequence[Any], fused: Fused | None = None) -> Tree:
-        """The tree of `each(leaf, its argument)`; on processes, small leaves together if it is said how."""
-        apart = fused is None or not self.axis.layout.process or len(self.leaves) < 2
+    def run(
+        self,
+        name: str,
+        params: Sequence[Params],
+        fused: Fused | None = None,
+        before: Step | None = None,
+        after: Finish | None = None,
+    ) -> Tree:
+        """The tree of `after(record(before(leaf)))`, with the leaf's params; on processes, small leaves together if it
+        is said how. Within `fcoll.start`, what is to be waited for.
+        """
+        if pending.starting():
+            return self._start(name, params, fused, before, after)  # type: ignore[return-value]
+        if self.spec is None:
+            leaf, own = self.leaves[0], params[0]
+            y = bind(name, before(leaf, own) if before else leaf, self.axis, *own)
+            return after(y, own, leaf.dtype) if after else y  # type: ignore[return-value]
         results: list[Any] = [None] * len(self.leaves)
-        for bucket in [[i] for i in self.indices] if apart else buckets.plan(self.leaves):
-            if fused is None or len(bucket) == 1:
-                for i in bucket:
-                    results[i] = each(self.leaves[i], arguments[i])
-                continue
-            parts = [fused.pack(self.leaves[i], arguments[i]) for i in bucket]
-            for i, part in zip(bucket, buckets.together(parts, fused.send, fused.lead), strict=True):
-                y = fused.finish(part, arguments[i])
-                results[i] = y if self.leaves[i].requires_grad or _torch.transforming() else y.detach()
+        for bucket in self._plan(fused):
+            x, own, shapes = self._packed(bucket, params, fused)
+            y = bind(name, before(x, own) if before else x, self.axis, *own)
+            y = after(y, own, x.dtype) if after else y
+            self._unpack(y, bucket, shapes, params, fused, results)
         return self.rebuild(results)
+
+    def _start(self, name: str, params: Any, fused: Fused | None, before: Any, after: Any) -> pending.Pending:
+        tensors: list[Tensor | None] = []
+        passages: list[Any] = []
+        packed = []
+        for bucket in self._plan(fused):
+            x, own, shapes = self._packed(bucket, params, fused)
+            handle, way = begin(name, before(x, own) if before else x, self.axis, own)
+            tensors.append(handle)
+            passages.append(way)
+            packed.append((bucket, own, x.dtype, shapes))
+
+        def finish(arrived: list[Tensor]) -> Tree:
+            results: list[Any] = [None] * len(self.leaves)
+            for y, (bucket, own, dtype, shapes) in zip(arrived, packed, strict=True):
+                self._unpack(after(y, own, dtype) if after else y, bucket, shapes, params, fused, results)
+            return self.rebuild(results)
+
+        return pending.Pending(tensors, passages, finish)
+
+    def _plan(self, fused: Fused | None) -> list[list[int]]:
+        if fused is None or not self.axis.layout.process or len(self.leaves) < 2:
+            return [[i] for i in self.indices]
+        return buckets.plan(self.leaves, fused.size)
+
+    def _packed(
+        self, bucket: list[int], params: Sequence[Params], fused: Fused | None
+    ) -> tuple[Tensor, Params, list[Sequence[int]]]:
+        """What travels for a bucket, the record's parameters, and the shapes in it."""
+        if fused is None or len(bucket) == 1:
+            return self.leaves[bucket[0]], params[bucket[0]], []
+        pack = fused.pack
+        x, shapes = buckets.pack(
+            [pack(self.leaves[i], params[i]) for i in bucket] if pack else [self.leaves[i] for i in bucket], fused.lead
+        )
+        return x, fused.params, shapes
+
+    def _unpack(
+        self,
+        y: Tensor,
+        bucket: list[int],
+        shapes: list[Sequence[int]],
+        params: Sequence[Params],
+        fused: Fused | None,
+        results: list[Any],
+    ) -> None:
+        """Put the results of a bucket in their places."""
+        if fused is None or len(bucket) == 1:
+            results[bucket[0]] = y
+            return
+        tracked = not y.requires_grad or _torch.transforming()
+        for i, part in zip(bucket, buckets.unpack(y, shapes), strict=True):
+            part = fused.finish(part, params[i]) if fused.finish else part
+            results[i] = part if tracked or self.leaves[i].requires_grad else part.detach()
 
     def rebuild(self, results: list[Any]) -> Tree:
         """The tree with these in the places of the leaves."""
@@ -144,6 +218,14 @@ class Call(Generic[Tree]):
                 self.fail(i, "type", "is {}, which has no order and so no {}", str(dtype), op)
             elif dtype in _ONLY_MOVED:
                 self.fail(i, "type", "is {}, which torch can move but not reduce; convert it", str(dtype))
+
+    def bucket_size(self, size: int) -> int:
+        """How large a message of several leaves may be, in bytes."""
+        if type(size) is not int:
+            fail("type", "{}: bucket_size is an integer, got {}", self.function, type(size).__name__)
+        if size < 0:
+            fail("value", "{}: bucket_size={} is negative; 0 sends each leaf by itself", self.function, size)
+        return size
 
     def root(self, name: str, rank: int) -> int:
         """A rank of the group."""

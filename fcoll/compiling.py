@@ -70,6 +70,8 @@ _NAMES = (
     "fcoll.bind._apply",
     "fcoll.errors.fail",
     "fcoll.maps.replicated",
+    "fcoll.passage._begin_in_graph",
+    "fcoll.passage._end_in_graph",
     "fcoll.replication._in_graph",
     "fcoll.sharding.share",
 )

@@ -1,7 +1,8 @@
 """The process-group engine: torch.distributed on tensors of one process. No derivatives, no trees, no checks.
 
-While something traces, the operations are `torch.ops._c10d_functional`, which compilers know; otherwise `dist.*` on a
-fresh buffer, which costs a fifth of them. Blocks of all ranks are stacked on axis 0, in the order of the group.
+Every function starts a message and returns the `Flight` to wait for. While something traces, the operations are
+`torch.ops._c10d_functional`, which compilers know; otherwise those of the process group on fresh buffers, which cost a
+tenth of them, in the way that `lowering.py` chooses. Blocks of all ranks are stacked on axis 0, in the group's order.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll import _torch
+from fcoll.lowering import choose
+from fcoll.wire import movable, reducible, same
 
 _c10d = torch.ops._c10d_functional
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT}
@@ -26,10 +29,17 @@ def _options(op: Any) -> dist.AllreduceOptions:
 
 
 _OPTIONS = {name: _options(op) for name, op in _OPS.items()}
+_SCATTER = dist.ReduceScatterOptions()  # of a sum
 _NAMES = {"sum": "sum", "max": "max", "min": "min", "prod": "product"}
-
+_REDUCE: dict[str, Callable[[Tensor], Tensor]] = {  # of a stack, here
+    "sum": lambda stack: stack.sum(0, dtype=stack.dtype),
+    "max": lambda stack: stack.amax(0),
+    "min": lambda stack: stack.amin(0),
+    "prod": lambda stack: stack.prod(0, dtype=stack.dtype),
+}
 
 SIMULATED = "fcoll-simulated:"  # names of groups that have a size and a first rank only, see trace
+TAG = 0xFC011  # of messages between two ranks: apart from what users send
 
 
 class Process(NamedTuple):
@@ -38,6 +48,7 @@ class Process(NamedTuple):
     name: str
     n: int
     order: tuple[int, ...]  # index in this order → rank of the process group; () where they agree
+    overlap: bool = False  # other work goes on meanwhile: one message only, so that it needs no further step
 
     def group(self) -> dist.ProcessGroup:
         """The process group itself."""
@@ -92,111 +103,226 @@ def order_of(ranks: tuple[int, ...]) -> tuple[int, ...]:
     return () if order == tuple(range(len(order))) else order
 
 
-def all_reduce(x: Tensor, op: str, process: Process) -> Tensor:
+class Flight:
+    """A message on its way: what to wait for, and what makes the result of the buffer then."""
+
+    __slots__ = ("buffer", "finish", "traced", "works")
+
+    def __init__(
+        self, buffer: Tensor, works: Sequence[Any], finish: Callable[[Tensor], Tensor] = same, traced: bool = False
+    ) -> None:
+        self.buffer, self.works, self.finish, self.traced = buffer, works, finish, traced
+
+    def then(self, step: Callable[[Tensor], Tensor]) -> Flight:
+        """The same message, with one step more to its result."""
+        before = self.finish
+        self.finish = step if before is same else lambda y: step(before(y))
+        return self
+
+    def wait(self) -> Tensor:
+        """The result."""
+        if self.traced:
+            return self.finish(_c10d.wait_tensor(self.buffer))
+        for work in self.works:
+            work.wait()
+        return self.finish(self.buffer)
+
+
+def _traced(buffer: Tensor, finish: Callable[[Tensor], Tensor] = same) -> Flight:
+    return Flight(buffer, (), finish, True)
+
+
+def all_reduce(x: Tensor, op: str, process: Process) -> Flight:
     """Reduce elementwise over the ranks; `op` is sum, max, min or prod."""
     if op == "prod" and x.is_complex():
-        return all_gather(x, process).prod(0)
-    wire, back = _reducible(x, op)
+        return all_gather(x, process).then(_REDUCE[op])
     if _torch.tracing(x):
-        return back(_c10d.wait_tensor(_c10d.all_reduce(_torch.unknown(wire.contiguous()), _NAMES[op], process.name)))
+        wire, back = reducible(x, op)
+        return _traced(_c10d.all_reduce(_torch.unknown(wire.contiguous()), _NAMES[op], process.name), back)
+    group = process.group()
+    how = choose("extremum" if op in ("max", "min") else "all_reduce", x, process.n, group)
+    if how == "gather, reduce":
+        return all_gather(x, process).then(_REDUCE[op])
+    if how and not process.overlap:
+        return _all_reduce_in_two_steps(x, op, process)
+    wire, back = reducible(x, op)
     buffer = wire.clone(memory_format=torch.contiguous_format)
-    process.group().allreduce([buffer], _OPTIONS[op]).wait()  # dist.all_reduce takes twice as long to get here
-    return back(buffer)
+    return Flight(buffer, (group.allreduce([buffer], _OPTIONS[op]),), back)
 
 
-def all_gather(x: Tensor, process: Process) -> Tensor:
+def _all_reduce_in_two_steps(x: Tensor, op: str, process: Process) -> Flight:
+    """Each rank reduces a block, and gives it to the others."""
+    n, flat = process.n, x.reshape(-1)
+    size = -(-flat.numel() // n)
+    if size * n != flat.numel():
+        flat = torch.nn.functional.pad(flat, (0, size * n - flat.numel()))
+    own = all_to_all(flat.view(n, size), process).then(_REDUCE[op]).wait()
+    return all_gather(own, process).then(lambda blocks: blocks.view(-1)[: x.numel()].view(x.shape))
+
+
+def all_gather(x: Tensor, process: Process) -> Flight:
     """Stack every rank's x."""
-    wire, back = _movable(x)
+    n = process.n
     if _torch.tracing(x):
+        wire, back = movable(x)
         wire = _torch.unknown(wire.unsqueeze(0))
-        gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(wire, process.n, process.name))
-    else:
-        gathered = wire.new_empty((process.n, *wire.shape))
-        if x.device.type == "cpu":  # gloo is faster with a list
-            dist.all_gather(list(gathered.unbind(0)), wire, group=process.group())
-        else:
-            dist.all_gather_into_tensor(gathered, wire.unsqueeze(0), group=process.group())
-    return back(_from_ranks(gathered, process))
+        return _traced(_c10d.all_gather_into_tensor(wire, n, process.name), back).then(_from_ranks(process))
+    group = process.group()
+    how = choose("all_gather", x, n, group)
+    if how == "exchange":
+        return exchange(x.expand(n, *x.shape), (), (), process).then(_from_ranks(process))
+    wire, back = movable(x)
+    gathered = wire.new_empty((n, *wire.shape))
+    if how == "direct":
+        here, others = _others(process)
+        gathered[here].copy_(wire)
+        sent = [(wire, rank) for _, rank in others]
+        return Flight(gathered, _direct(group, sent, [(gathered[q], rank) for q, rank in others]), back)
+    work = group.all_gather_single(gathered, wire.unsqueeze(0))
+    return Flight(gathered, (work,), back).then(_from_ranks(process))
 
 
-def reduce_scatter(blocks: Tensor, process: Process) -> Tensor:
+def reduce_scatter(blocks: Tensor, process: Process) -> Flight:
     """Sum block r of every rank onto rank r."""
-    traced = _torch.tracing(blocks)
-    if not traced and blocks.device.type == "cpu":  # twice as fast as gloo's own
-        return all_to_all(blocks, process).sum(0, dtype=blocks.dtype)
-    wire, back = _reducible(_to_ranks(blocks, process), "sum")
+    traced, group = _torch.tracing(blocks), process.group
+    if not traced and choose("reduce_scatter", blocks, process.n, group()):
+        return all_to_all(blocks, process).then(_REDUCE["sum"])
+    wire, back = reducible(_to_ranks(blocks, process), "sum")
     wire = wire.contiguous()
     if traced:
-        block = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(_torch.unknown(wire), "sum", process.n, process.name))
+        flight = _traced(_c10d.reduce_scatter_tensor(_torch.unknown(wire), "sum", process.n, process.name), back)
     else:
         block = wire.new_empty((1, *wire.shape[1:]))
-        dist.reduce_scatter_tensor(block, wire, group=process.group())
-    return back(block.squeeze(0))
+        flight = Flight(block, (group().reduce_scatter_single(block, wire, _SCATTER),), back)
+    return flight.then(_only)
 
 
-def all_to_all(blocks: Tensor, process: Process) -> Tensor:
+def all_to_all(blocks: Tensor, process: Process) -> Flight:
     """Send block q to rank q; block q of the result came from rank q."""
-    return _from_ranks(exchange(_to_ranks(blocks, process), [1] * process.n, [1] * process.n, process), process)
+    return exchange(_to_ranks(blocks, process), (), (), process).then(_from_ranks(process))
 
 
-def broadcast(x: Tensor, src: int, process: Process) -> Tensor:
+def broadcast(x: Tensor, src: int, process: Process) -> Flight:
     """Rank src's x."""
-    wire, back = _movable(x)
+    wire, back = movable(x)
     root = process.rank(src)
     if _torch.tracing(x):
-        return back(_c10d.wait_tensor(_c10d.broadcast(_torch.unknown(wire), root, process.name)))
-    buffer = wire.clone()
-    dist.broadcast(buffer, group=process.group(), group_src=root)
-    return back(buffer)
+        return _traced(_c10d.broadcast(_torch.unknown(wire), root, process.name), back)
+    group = process.group()
+    here, others = _others(process)
+    buffer = wire.clone() if here == src else torch.empty_like(wire)
+    if choose("broadcast", x, process.n, group):
+        if here == src:
+            return Flight(buffer, _direct(group, [(buffer, rank) for _, rank in others], []), back)
+        return Flight(buffer, _direct(group, [], [(buffer, root)]), back)
+    return Flight(buffer, (group.broadcast(buffer, root),), back)
 
 
-def reduce(x: Tensor, dst: int, process: Process) -> Tensor:
+def reduce(x: Tensor, dst: int, process: Process) -> Flight:
     """The sum on rank dst, zeros elsewhere."""
     if _torch.tracing(x):
-        return at_root(all_reduce(x, "sum", process), dst, process)
-    wire, back = _reducible(x, "sum")
+        return all_reduce(x, "sum", process).then(lambda y: at_root(y, dst, process))
+    group = process.group()
+    if choose("reduce", x, process.n, group):
+        flight, here = _to_root(x, dst, process)
+        return flight.then(_REDUCE["sum"] if here else lambda _: zeros(x, x.shape))
+    wire, back = reducible(x, "sum")
     buffer = wire.clone(memory_format=torch.contiguous_format)
-    dist.reduce(buffer, group=process.group(), group_dst=process.rank(dst))
-    return at_root(back(buffer), dst, process)
+    work = group.reduce(buffer, process.rank(dst), dist.ReduceOp.SUM)
+    return Flight(buffer, (work,), back).then(lambda y: at_root(y, dst, process))
 
 
-def gather(x: Tensor, dst: int, process: Process) -> Tensor:
+def gather(x: Tensor, dst: int, process: Process) -> Flight:
     """Every rank's x stacked on rank dst, zeros elsewhere."""
-    here = process.here() == dst
-    send = [int(rank == process.rank(dst)) for rank in range(process.n)]
-    stack = exchange(x.unsqueeze(0), send, [int(here)] * process.n, process)
-    return _from_ranks(stack, process) if here else zeros(x, (process.n, *x.shape))
+    flight, here = _to_root(x, dst, process)
+    return flight if here else flight.then(lambda _: zeros(x, (process.n, *x.shape)))
 
 
-def scatter(blocks: Tensor, src: int, process: Process) -> Tensor:
+def _to_root(x: Tensor, dst: int, process: Process) -> tuple[Flight, bool]:
+    """Every rank's x stacked on rank dst, nothing elsewhere; and whether this is the root."""
+    n, root, here = process.n, process.rank(dst), process.here()
+    if not _torch.tracing(x) and choose("gather", x, n, group := process.group()):
+        wire, back = movable(x)
+        if here != dst:
+            return Flight(wire, _direct(group, [(wire, root)], []), back), False
+        stack = wire.new_empty((n, *wire.shape))
+        stack[here].copy_(wire)
+        return Flight(stack, _direct(group, [], [(stack[q], rank) for q, rank in _others(process)[1]]), back), True
+    send = [int(rank == root) for rank in range(n)]
+    flight = exchange(x.unsqueeze(0), send, [int(here == dst)] * n, process)
+    return (flight.then(_from_ranks(process)), True) if here == dst else (flight, False)
+
+
+def scatter(blocks: Tensor, src: int, process: Process) -> Flight:
     """Block r of rank src."""
-    here = process.here() == src
-    receive = [int(rank == process.rank(src)) for rank in range(process.n)]
-    rows = _to_ranks(blocks, process) if here else blocks[:0]
-    return exchange(rows, [int(here)] * process.n, receive, process).squeeze(0)
+    n, root, here = process.n, process.rank(src), process.here()
+    if not _torch.tracing(blocks) and choose("scatter", blocks, n, group := process.group(), blocks.nbytes // n):
+        if here == src:
+            wire, back = movable(blocks)
+            works = _direct(group, [(wire[q], rank) for q, rank in _others(process)[1]], [])
+            return Flight(wire[here].clone(), works, back)
+        wire, back = movable(blocks[here])
+        block = torch.empty_like(wire)
+        return Flight(block, _direct(group, [], [(block, root)]), back)
+    receive = [int(rank == root) for rank in range(n)]
+    rows = _to_ranks(blocks, process) if here == src else blocks[:0]
+    return exchange(rows, [int(here == src)] * n, receive, process).then(_only)
 
 
-def permute(x: Tensor, perm: Sequence[tuple[int, int]], process: Process) -> Tensor:
+def permute(x: Tensor, perm: Sequence[tuple[int, int]], process: Process) -> Flight:
     """x of the rank that sends here, zeros where nobody does; `perm` holds (source, destination)."""
     here = process.here()
+    to = [process.rank(destination) for source, destination in perm if source == here]
+    source = [process.rank(source) for source, destination in perm if destination == here]
+
+    def arrived(y: Tensor) -> Tensor:
+        return y if source else zeros(x, x.shape)
+
+    if not _torch.tracing(x) and _one_way(perm) and choose("permute", x, process.n, group := process.group()):
+        wire, back = movable(x)
+        if to == source:  # to itself
+            return Flight(wire.clone(), (), back).then(arrived)
+        y = torch.empty_like(wire)
+        works = _direct(group, [(wire, rank) for rank in to], [(y, rank) for rank in source])
+        return Flight(y, works, back).then(arrived)
     send, receive = [0] * process.n, [0] * process.n
-    for source, destination in perm:
-        if source == here:
-            send[process.rank(destination)] = 1
-        if destination == here:
-            receive[process.rank(source)] = 1
-    rows = exchange(x.unsqueeze(0)[: sum(send)], send, receive, process)
-    return rows.squeeze(0) if sum(receive) else zeros(x, x.shape)
+    for rank in to:
+        send[rank] = 1
+    for rank in source:
+        receive[rank] = 1
+    flight = exchange(x.unsqueeze(0)[: len(to)], send, receive, process)
+    return flight.then(_only).then(arrived) if source else flight.then(arrived)
 
 
-def exchange(rows: Tensor, send: list[int], receive: list[int], process: Process) -> Tensor:
-    """Send `send[q]` rows to rank q and receive `receive[q]` rows from it, both in the order of ranks."""
-    wire, back = _movable(rows)
+def _one_way(perm: Sequence[tuple[int, int]]) -> bool:
+    """Whether no two ranks send to each other."""
+    moves = {(source, destination) for source, destination in perm if source != destination}
+    return not any((destination, source) in moves for source, destination in moves)
+
+
+def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], process: Process) -> Flight:
+    """Send `send[q]` rows to rank q and receive `receive[q]` rows from it, both in the order of ranks; () for one
+    row each.
+    """
+    wire, back = movable(rows)
     if _torch.tracing(rows):
-        return back(_c10d.wait_tensor(_c10d.all_to_all_single(_torch.unknown(wire), receive, send, process.name)))
-    received = wire.new_empty((sum(receive), *wire.shape[1:]))
-    dist.all_to_all_single(received, wire, receive, send, group=process.group())
-    return back(received)
+        one = [1] * process.n
+        sizes = (list(receive) or one, list(send) or one)
+        return _traced(_c10d.all_to_all_single(_torch.unknown(wire), *sizes, process.name), back)
+    received = wire.new_empty((sum(receive), *wire.shape[1:])) if receive else torch.empty_like(wire)
+    return Flight(received, (process.group().all_to_all_single(received, wire, list(receive), list(send)),), back)
+
+
+def _direct(group: dist.ProcessGroup, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]]) -> list[Any]:
+    """Messages between pairs of ranks."""
+    works = [group.recv([tensor], rank, TAG) for tensor, rank in received]
+    return works + [group.send([tensor], rank, TAG) for tensor, rank in sent]
+
+
+def _others(process: Process) -> tuple[int, list[tuple[int, int]]]:
+    """This process's index, and index and rank of the others."""
+    here = process.here()
+    return here, [(q, process.rank(q)) for q in range(process.n) if q != here]
 
 
 def at_root(y: Tensor, root: int, process: Process) -> Tensor:
@@ -213,64 +339,13 @@ def _to_ranks(blocks: Tensor, process: Process) -> Tensor:
     return blocks[_inverse(process.order)] if process.order else blocks
 
 
-def _from_ranks(blocks: Tensor, process: Process) -> Tensor:
-    return blocks[list(process.order)] if process.order else blocks
+def _from_ranks(process: Process) -> Callable[[Tensor], Tensor]:
+    return (lambda blocks: blocks[list(process.order)]) if process.order else same
+
+
+def _only(rows: Tensor) -> Tensor:
+    return rows.squeeze(0)
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
-
-
-_Pair = tuple[Tensor, Callable[[Tensor], Tensor]]
-_NATIVE = {
-    torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64
-}  # fmt: skip
-
-
-def _movable(x: Tensor) -> _Pair:
-    """x in a dtype that every backend moves, contiguous, and the way back."""
-    if x.dtype in _NATIVE:
-        return x.contiguous(), _same
-    if x.is_complex():
-        return torch.view_as_real(x.resolve_conj().contiguous()), torch.view_as_complex
-    dtype = x.dtype  # one more axis of bytes
-    return x.unsqueeze(-1).contiguous().view(torch.uint8), lambda y: y.view(dtype).squeeze(-1)
-
-
-def _reducible(x: Tensor, op: str) -> _Pair:
-    """x in a dtype that every backend reduces as the emulation does, and the way back."""
-    dtype = x.dtype
-    if op in ("max", "min") and dtype.is_floating_point:
-        return _ordered(x, op)
-    if x.is_complex():
-        return torch.view_as_real(x.resolve_conj()), torch.view_as_complex
-    if dtype == torch.bool:
-        return x.to(torch.uint8), lambda y: y.to(dtype)
-    if dtype not in _NATIVE:
-        return x.to(torch.int32), lambda y: y.to(dtype)
-    if dtype in (torch.float16, torch.bfloat16) and x.device.type == "cpu":
-        return x.to(torch.float32), lambda y: y.to(dtype)  # gloo would round after every addition
-    return x, _same
-
-
-def _ordered(x: Tensor, op: str) -> _Pair:
-    """Floats as integers of the same order, NaN outermost: backends disagree on NaN, even between ranks."""
-    wide = x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float32)
-    integer = torch.int64 if wide.dtype == torch.float64 else torch.int32
-    limits = torch.iinfo(integer)
-
-    def flip(bits: Tensor) -> Tensor:  # negative floats grow with their bits; an involution
-        return torch.where(bits < 0, bits ^ limits.max, bits)
-
-    nan = limits.max if op == "max" else limits.min
-    keys = torch.where(wide.isnan(), nan, flip(wide.contiguous().view(integer)))
-
-    def back(keys: Tensor) -> Tensor:
-        value = flip(keys).view(wide.dtype)
-        return torch.where(keys == nan, torch.nan, value).to(x.dtype)
-
-    return keys, back
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

@@ -7,6 +7,9 @@ of it), a `fcoll.Group` or `fcoll.WORLD`. Negative axes count from the end. Pyth
 Derivatives are those of the whole map over all ranks: a gradient taken inside a rank's program is the gradient of the
 sum of all ranks' outputs. `invariant=True`, `vary` and `split` declare that a value counts once for all ranks.
 
+On process groups, the leaves of a tree that are smaller than 1 MiB travel together, by dtype and device: in messages of
+up to `bucket_size` bytes, which is 25 MiB if not given; 0 sends each leaf by itself. All ranks give the same.
+
 All functions raise `ValueError` for an axis, size, rank or permutation that does not fit, `TypeError` for a leaf or
 dtype that the collective is not defined for, `NameError` for an unbound axis name, all before any communication.
 """
@@ -19,22 +22,28 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fcoll import groups
+from fcoll import groups, uneven
 from fcoll.bind import bind
 from fcoll.blocks import join_blocks, split_blocks
+from fcoll.buckets import FULL
 from fcoll.calls import RECORDS, Call, Fused
 from fcoll.errors import fail
 from fcoll.groups import GroupLike
+from fcoll.ranking import argmax, argmin, prefix_sum
+from fcoll.uneven import Sizes
 
 __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "argmax",
+    "argmin",
     "axis_index",
     "axis_size",
     "broadcast",
     "gather",
     "permute",
+    "prefix_sum",
     "reduce",
     "reduce_scatter",
     "scatter",
@@ -46,7 +55,9 @@ __all__ = [
 Tree = TypeVar("Tree")
 
 
-def all_reduce(tree: Tree, group: GroupLike, op: str = "sum", *, invariant: bool = False) -> Tree:
+def all_reduce(
+    tree: Tree, group: GroupLike, op: str = "sum", *, invariant: bool = False, bucket_size: int = FULL
+) -> Tree:
     """Reduce elementwise over the ranks; every rank gets the result.
 
     Per rank:
@@ -73,51 +84,69 @@ def all_reduce(tree: Tree, group: GroupLike, op: str = "sum", *, invariant: bool
     call = Call("all_reduce", tree, group)
     call.check_op(op)
     suffix = "_invariant" if invariant and op not in ("any", "all") else ""
-    name = RECORDS[op] + suffix
-    return call.run_elementwise(lambda x: bind(name, x, call.axis, op))
+    return call.run_elementwise(RECORDS[op] + suffix, op, bucket_size=call.bucket_size(bucket_size))
 
 
-def all_gather(tree: Tree, group: GroupLike, axis: int = 0, *, tiled: bool = True, invariant: bool = False) -> Tree:
+def all_gather(
+    tree: Tree,
+    group: GroupLike,
+    axis: int = 0,
+    *,
+    tiled: bool = True,
+    invariant: bool = False,
+    sizes: Sizes | str | None = None,
+    bucket_size: int = FULL,
+) -> Tree:
     """Give every rank the x of all.
 
     Per rank:
         tiled       y_r = x_0, …, x_{n-1} concatenated along `axis`: size a there becomes n·a
         untiled     y_r = x_0, …, x_{n-1} stacked along a new `axis` of size n
+        sizes       as tiled; x_s has sizes[s] along `axis`, and y_r their sum
 
     Transpose: `reduce_scatter`; with `invariant=True`, where the result counts once, `split`: x̄_r is block r of ȳ_r,
     without communication.
 
     Args:
-        tree: leaves of any dtype, of the same shape on every rank; 0-d leaves need `tiled=False`.
+        tree: leaves of any dtype, of the same shape on every rank (but for `sizes`); 0-d leaves need `tiled=False`.
         group: the ranks.
         axis: where; of the result, if untiled.
         tiled: concatenate, rather than stack.
         invariant: the result is used in the same way on every rank, and counts once in derivatives.
+        sizes: n numbers, or an int tensor of them: how large each rank's leaves are along `axis`, perhaps 0. Or
+            "exchange": the ranks tell each other first, in one more message. x travels padded to the largest. On an
+            emulated axis the sizes are equal, since all ranks have one shape.
 
     Example:
         >>> fcoll.vmap(lambda x: fcoll.all_gather(x, "i"), axis_name="i", out_dims=None)(torch.tensor([[1], [2]]))
         tensor([1, 2])
     """
+    if sizes is not None:
+        return uneven.all_gather(
+            tree, group, axis, tiled, sizes, lambda xs: all_gather(xs, group, tiled=False, invariant=invariant)
+        )
     call = Call("all_gather", tree, group)
-    axes = [call.axis_of(i, "axis", axis, inserted=not tiled) for i in call.indices]
-    name = "all_gather_invariant" if invariant else "all_gather"
-
-    def finish(gathered: Tensor, a: int) -> Tensor:
-        return join_blocks(gathered, a, tiled)
-
-    return call.run(
-        lambda x, a: bind(name, x, call.axis, a, tiled),
-        axes,
-        Fused(0, lambda x, a: x, lambda flat: bind(name, flat, call.axis, 0, False), finish),
-    )
+    params = [(call.axis_of(i, "axis", axis, inserted=not tiled), tiled) for i in call.indices]
+    fused = Fused(0, (0, False), None, lambda y, own: join_blocks(y, *own), call.bucket_size(bucket_size))
+    return call.run("all_gather_invariant" if invariant else "all_gather", params, fused)
 
 
-def reduce_scatter(tree: Tree, group: GroupLike, axis: int = 0, op: str = "sum", *, tiled: bool = True) -> Tree:
+def reduce_scatter(
+    tree: Tree,
+    group: GroupLike,
+    axis: int = 0,
+    op: str = "sum",
+    *,
+    tiled: bool = True,
+    sizes: Sizes | None = None,
+    bucket_size: int = FULL,
+) -> Tree:
     """Reduce over the ranks and leave block r on rank r.
 
     Per rank:
         tiled       y_r = op over s of block r of x_s along `axis`: size a there becomes a/n
         untiled     `axis` has size n and disappears
+        sizes       as tiled, of blocks that have sizes[0], …, sizes[n-1] along `axis`
 
     Transpose: of the sum, `all_gather`; of the mean the same over n; max and min share as in `all_reduce`.
 
@@ -127,6 +156,8 @@ def reduce_scatter(tree: Tree, group: GroupLike, axis: int = 0, op: str = "sum",
         axis: the axis that is cut.
         op: sum, mean, max or min; dtypes as for `all_reduce`.
         tiled: keep the axis.
+        sizes: n numbers, or an int tensor of them, the same on every rank: how large each rank's block is, perhaps 0.
+            On an emulated axis they are equal.
 
     Example:
         >>> x = torch.arange(4).repeat(2, 1)
@@ -134,41 +165,53 @@ def reduce_scatter(tree: Tree, group: GroupLike, axis: int = 0, op: str = "sum",
         tensor([[0, 2],
                 [4, 6]])
     """
+    if sizes is not None:
+        return uneven.reduce_scatter(tree, group, axis, op, tiled, sizes)
     call = Call("reduce_scatter", tree, group)
     call.check_op(op, among=("sum", "mean", "max", "min"))
     axes = [call.blocks_of(i, "axis", axis, tiled) for i in call.indices]
-    if op in ("sum", "mean"):
+    n = call.axis.n
+    if op == "sum" or op == "mean":
 
-        def send(x: Tensor, a: int, tiled: bool) -> Tensor:
-            if op == "sum":
-                return bind("reduce_scatter", x, call.axis, a, tiled)
-            half = x.dtype in (torch.float16, torch.bfloat16)  # of which a sum may overflow where the mean does not
-            y = bind("reduce_scatter", x.float() if half else x, call.axis, a, tiled) / call.axis.n
-            return y.to(x.dtype)
+        def wide(x: Tensor, _: object) -> Tensor:  # a sum of halves may overflow where the mean does not
+            return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
-        return call.run(
-            lambda x, a: send(x, a, tiled),
-            axes,
-            Fused(1, lambda x, a: split_blocks(x, call.axis.n, a, tiled), lambda flat: send(flat, 0, False)),
-        )
+        def mean(y: Tensor, _: object, dtype: torch.dtype) -> Tensor:
+            return (y / n).to(dtype)
 
-    def extremum(x: Tensor, a: int) -> Tensor:  # each rank reduces what it received
-        if tiled:
-            x = x.unflatten(a, (call.axis.n, x.shape[a] // call.axis.n))
-        received = bind("all_to_all", x, call.axis, a, a, False)
-        return received.amax(a) if op == "max" else received.amin(a)
+        fused = Fused(1, (0, False), lambda x, own: split_blocks(x, n, *own), None, call.bucket_size(bucket_size))
+        steps = (None, None) if op == "sum" else (wide, mean)
+        return call.run("reduce_scatter", [(a, tiled) for a in axes], fused, *steps)
 
-    return call.run(extremum, axes)
+    def cut(x: Tensor, own: tuple[int, ...]) -> Tensor:
+        return x.unflatten(own[0], (n, x.shape[own[0]] // n)) if tiled else x
+
+    def extremum(received: Tensor, own: tuple[int, ...], _: object) -> Tensor:  # of what this rank has received
+        return received.amax(own[0]) if op == "max" else received.amin(own[0])
+
+    return call.run("all_to_all", [(a, a, False) for a in axes], None, cut, extremum)
 
 
-def all_to_all(tree: Tree, group: GroupLike, split_axis: int = 0, concat_axis: int = 0, *, tiled: bool = True) -> Tree:
+def all_to_all(
+    tree: Tree,
+    group: GroupLike,
+    split_axis: int = 0,
+    concat_axis: int = 0,
+    *,
+    tiled: bool = True,
+    send_sizes: Sizes | None = None,
+    recv_sizes: Sizes | None = None,
+    bucket_size: int = FULL,
+) -> Tree:
     """Send block q to rank q, and put together what arrives in the order of the ranks.
 
     Per rank:
         tiled       y_r = block r of x_0, …, x_{n-1} along `split_axis`, concatenated along `concat_axis`
         untiled     `split_axis` has size n and disappears; a new axis of size n appears at `concat_axis`
+        sizes       as tiled; the block to rank q has send_sizes[q] along `split_axis`, and that from rank q
+                    recv_sizes[q] along `concat_axis`
 
-    Transpose: `all_to_all` with the two axes exchanged.
+    Transpose: `all_to_all` with the two axes exchanged, and the sizes.
 
     Args:
         tree: leaves of any dtype, of the same shape on every rank; the size along `split_axis` is a multiple of n
@@ -177,6 +220,9 @@ def all_to_all(tree: Tree, group: GroupLike, split_axis: int = 0, concat_axis: i
         split_axis: the axis that is cut.
         concat_axis: the axis along which blocks arrive; of the result, if untiled.
         tiled: keep the number of axes.
+        send_sizes: n numbers, or an int tensor of them, perhaps 0. Between two different axes, the same on every rank.
+            On an emulated axis they are equal; `ragged_all_to_all` has sizes of its own for every emulated rank.
+        recv_sizes: likewise, what arrives; by default the ranks tell each other first, in one more message.
 
     Example:
         >>> x = torch.arange(4).view(2, 2)
@@ -184,26 +230,24 @@ def all_to_all(tree: Tree, group: GroupLike, split_axis: int = 0, concat_axis: i
         tensor([[0, 2],
                 [1, 3]])
     """
+    if send_sizes is not None or recv_sizes is not None:
+        return uneven.all_to_all(tree, group, split_axis, concat_axis, tiled, send_sizes, recv_sizes)
     call = Call("all_to_all", tree, group)
-    axes = [
-        (call.blocks_of(i, "split_axis", split_axis, tiled), call.axis_of(i, "concat_axis", concat_axis))
+    params = [
+        (call.blocks_of(i, "split_axis", split_axis, tiled), call.axis_of(i, "concat_axis", concat_axis), tiled)
         for i in call.indices
     ]
 
-    def cut(x: Tensor, pair: tuple[int, int]) -> Tensor:
-        return split_blocks(x, call.axis.n, pair[0], tiled)
+    def cut(x: Tensor, own: tuple[int, int, bool]) -> Tensor:
+        return split_blocks(x, call.axis.n, own[0], tiled)
 
-    def finish(blocks: Tensor, pair: tuple[int, int]) -> Tensor:
-        return join_blocks(blocks, pair[1], tiled)
+    def finish(blocks: Tensor, own: tuple[int, int, bool]) -> Tensor:
+        return join_blocks(blocks, own[1], tiled)
 
-    return call.run(
-        lambda x, pair: bind("all_to_all", x, call.axis, *pair, tiled),
-        axes,
-        Fused(1, cut, lambda flat: bind("all_to_all", flat, call.axis, 0, 0, False), finish),
-    )
+    return call.run("all_to_all", params, Fused(1, (0, 0, False), cut, finish, call.bucket_size(bucket_size)))
 
 
-def broadcast(tree: Tree, group: GroupLike, src: int = 0) -> Tree:
+def broadcast(tree: Tree, group: GroupLike, src: int = 0, *, bucket_size: int = FULL) -> Tree:
     """Give every rank the x of one.
 
     Per rank:
@@ -222,10 +266,10 @@ def broadcast(tree: Tree, group: GroupLike, src: int = 0) -> Tree:
     """
     call = Call("broadcast", tree, group)
     root = call.root("src", src)
-    return call.run_elementwise(lambda x: bind("broadcast", x, call.axis, root))
+    return call.run_elementwise("broadcast", root, bucket_size=call.bucket_size(bucket_size))
 
 
-def reduce(tree: Tree, group: GroupLike, dst: int = 0, op: str = "sum") -> Tree:
+def reduce(tree: Tree, group: GroupLike, dst: int = 0, op: str = "sum", *, bucket_size: int = FULL) -> Tree:
     """Reduce elementwise over the ranks; one rank gets the result, the others zeros.
 
     Per rank:
@@ -246,9 +290,14 @@ def reduce(tree: Tree, group: GroupLike, dst: int = 0, op: str = "sum") -> Tree:
     call = Call("reduce", tree, group)
     root = call.root("dst", dst)
     call.check_op(op)
+    size = call.bucket_size(bucket_size)
     if op == "sum":
-        return call.run_elementwise(lambda x: bind("reduce", x, call.axis, root))
-    return call.run_elementwise(lambda x: bind("only_at", bind(RECORDS[op], x, call.axis, op), call.axis, root))
+        return call.run_elementwise("reduce", root, bucket_size=size)
+
+    def there(y: Tensor, *_: object) -> Tensor:
+        return bind("only_at", y, call.axis, root)
+
+    return call.run_elementwise(RECORDS[op], op, after=there, bucket_size=size)
 
 
 def gather(tree: Tree, group: GroupLike, dst: int = 0, axis: int = 0, *, tiled: bool = True) -> Tree:
@@ -274,7 +323,7 @@ def gather(tree: Tree, group: GroupLike, dst: int = 0, axis: int = 0, *, tiled: 
     call = Call("gather", tree, group)
     root = call.root("dst", dst)
     axes = [call.axis_of(i, "axis", axis, inserted=not tiled) for i in call.indices]
-    return call.run(lambda x, a: bind("gather", x, call.axis, a, tiled, root), axes)
+    return call.run("gather", [(a, tiled, root) for a in axes])
 
 
 def scatter(tree: Tree, group: GroupLike, src: int = 0, axis: int = 0, *, tiled: bool = True) -> Tree:
@@ -303,10 +352,10 @@ def scatter(tree: Tree, group: GroupLike, src: int = 0, axis: int = 0, *, tiled:
     call = Call("scatter", tree, group)
     root = call.root("src", src)
     axes = [call.blocks_of(i, "axis", axis, tiled) for i in call.indices]
-    return call.run(lambda x, a: bind("scatter", x, call.axis, a, tiled, root), axes)
+    return call.run("scatter", [(a, tiled, root) for a in axes])
 
 
-def permute(tree: Tree, group: GroupLike, perm: Sequence[tuple[int, int]]) -> Tree:
+def permute(tree: Tree, group: GroupLike, perm: Sequence[tuple[int, int]], *, bucket_size: int = FULL) -> Tree:
     """Send x along (source, destination) pairs.
 
     Per rank:
@@ -324,11 +373,10 @@ def permute(tree: Tree, group: GroupLike, perm: Sequence[tuple[int, int]]) -> Tr
         tensor([0, 0, 5])
     """
     call = Call("permute", tree, group)
-    pairs = call.pairs(perm)
-    return call.run_elementwise(lambda x: bind("permute", x, call.axis, pairs))
+    return call.run_elementwise("permute", call.pairs(perm), bucket_size=call.bucket_size(bucket_size))
 
 
-def shift(tree: Tree, group: GroupLike, offset: int = 1, *, wrap: bool = True) -> Tree:
+def shift(tree: Tree, group: GroupLike, offset: int = 1, *, wrap: bool = True, bucket_size: int = FULL) -> Tree:
     """Send x to the rank `offset` further on.
 
     Per rank:
@@ -354,7 +402,7 @@ def shift(tree: Tree, group: GroupLike, offset: int = 1, *, wrap: bool = True) -
     n = call.axis.n
     moves = [(source, source + offset) for source in range(n)]
     pairs = tuple((s, d % n) for s, d in moves if wrap or 0 <= d < n)
-    return call.run_elementwise(lambda x: bind("permute", x, call.axis, pairs))
+    return call.run_elementwise("permute", pairs, bucket_size=call.bucket_size(bucket_size))
 
 
 def vary(tree: Tree, group: GroupLike) -> Tree:
@@ -378,13 +426,15 @@ def vary(tree: Tree, group: GroupLike) -> Tree:
     """
     call = Call("vary", tree, group)
     parts = groups.split_parts(call.axis)
+    if len(parts) == 1:
+        return call.run_elementwise("vary", "sum")
 
     def each(x: Tensor) -> Tensor:
         for part in parts:
             x = bind("vary", x, part, "sum")
         return x
 
-    return call.run_elementwise(each)
+    return call.rebuild([each(x) for x in call.leaves])
 
 
 def split(tree: Tree, group: GroupLike, axis: int = 0, *, tiled: bool = True) -> Tree:
@@ -412,16 +462,13 @@ def split(tree: Tree, group: GroupLike, axis: int = 0, *, tiled: bool = True) ->
     parts = groups.split_parts(call.axis)
 
     def each(x: Tensor, a: int) -> Tensor:
-        if tiled or len(parts) == 1:
-            for part in parts:
-                x = bind("split", x, part, a, tiled)
-            return x
-        x = x.unflatten(a, [part.n for part in parts]) if parts else x.squeeze(a)
+        if not tiled and len(parts) != 1:
+            x = x.unflatten(a, [part.n for part in parts]) if parts else x.squeeze(a)
         for part in parts:
-            x = bind("split", x, part, a, False)
+            x = bind("split", x, part, a, tiled)
         return x
 
-    return call.run(each, axes)
+    return call.rebuild([each(x, a) for x, a in zip(call.leaves, axes, strict=True)])
 
 
 def axis_index(group: GroupLike) -> Tensor:

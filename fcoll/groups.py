@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -91,8 +92,23 @@ WORLD = _World()
 GroupLike: TypeAlias = "str | tuple[str, ...] | dist.ProcessGroup | DeviceMesh | Group | _World"
 
 
+_plain: WeakKeyDictionary[dist.ProcessGroup, Axis] = WeakKeyDictionary()  # looked up once
+
+
 def resolve(function: str, group: GroupLike) -> Axis:
     """The axis that `group` means here and now; `function` is named in messages."""
+    if (group is WORLD or isinstance(group, dist.ProcessGroup)) and not torch.compiler.is_compiling():
+        known = _torch.world() if group is WORLD and dist.is_initialized() else group
+        axis = _plain.get(known) if isinstance(known, dist.ProcessGroup) else None
+        if axis is None or checks.wanted():
+            axis = _resolved(function, known)
+            if isinstance(known, dist.ProcessGroup) and not axis.layout.check:
+                _plain[known] = axis
+        return axis
+    return _resolved(function, group)
+
+
+def _resolved(function: str, group: Any) -> Axis:
     if isinstance(group, str):
         return _named(function, (group,))
     if isinstance(group, tuple):
@@ -113,7 +129,8 @@ def resolve(function: str, group: GroupLike) -> Axis:
                 function, axis.label, axis.n, str(group.partition),
             )  # fmt: skip
         if axis.layout.process:  # the names of a mesh of processes: each subgroup is a process group of its own
-            own = Process(*_own_subgroup(*process_of(axis.layout), group.partition))
+            parent = process_of(axis.layout)
+            own = Process(*_own_subgroup(parent.name, parent.n, parent.order, group.partition))
             axis = _of_process(own, axis.label, axis.layout.outside)
             return axis._replace(layout=axis.layout._replace(subgroups=sizes))
         return axis._replace(layout=axis.layout._replace(partition=group.partition, subgroups=sizes))
