@@ -26,8 +26,8 @@ KINDS = [  # one row for each record and each way through a public function
     "reduce_scatter max", "all_to_all axes 0 1", "broadcast from last", "reduce to last", "reduce max",
     "gather untiled", "scatter from last axis -1", "permute chain", "shift", "vary", "split", "axis_index", "axis_size",
 ]  # fmt: skip
-for _row in TABLE:  # and the first row of each function that none of these is of
-    if _row.name.split()[0] not in {name.split()[0] for name in KINDS}:
+for _row in TABLE:  # and the first row of each function that has a derivative and that none of these is of
+    if _row.vjp and _row.name.split()[0] not in {name.split()[0] for name in KINDS}:
         KINDS.append(_row.name)
 
 
@@ -65,7 +65,7 @@ class Graphs:
 
 
 def test_kinds_hold_every_public_function() -> None:
-    assert {name.split()[0] for name in KINDS} == set(fcoll.functional.__all__)
+    assert {name.split()[0] for name in KINDS} == set(fcoll.functional.__all__) - {"argmax", "argmin"}
 
 
 def test_values_of_every_row(both: Substrate) -> None:

@@ -19,8 +19,8 @@ COMPLEX = [torch.complex64, torch.complex128]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
 EIGHTS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
-ARITHMETIC = {"axis_index", "axis_size"}  # rows that compute with x themselves
-REDUCTIONS = {"all_reduce", "reduce", "reduce_scatter"}
+ARITHMETIC = {"axis_index", "axis_size", "argmax", "argmin"}  # rows whose result has another dtype, or no meaning
+REDUCTIONS = {"all_reduce", "prefix_sum", "reduce", "reduce_scatter"}
 MOVING = [row for row in TABLE if row.name.split()[0] not in REDUCTIONS | ARITHMETIC]
 REDUCING = [row for row in TABLE if row.name.split()[0] in REDUCTIONS]
 
