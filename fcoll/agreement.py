@@ -79,13 +79,6 @@ def compare(site: Site, sizes: Sizes | None, digested: Callable[[], Facts], writ
     channel.agree(call, site, lambda: {"call": str(site)} | ranks | written())
 
 
-def note(site: Site) -> None:
-    """Say where this rank is, for the others to find."""
-    channel = _channel(site.process)
-    if channel is not None:
-        channel.note(f"{site}, of {channel.label}")
-
-
 class _Channel:
     """What the ranks of one process group say to each other.
 
@@ -109,17 +102,13 @@ class _Channel:
         """The ranks, as the process group counts them."""
         return range(len(self.ranks))
 
-    def note(self, where: str) -> None:
-        """Write where this rank is."""
-        self.positions.set(str(self.ranks[self.here]), where)
-
     def agree(self, call: _Call, site: Site, describe: Callable[[], Facts]) -> None:
         """One call of this rank: return when all make it, raise DisagreementError if not."""
         with self.lock:
             self.count += 1
             own = f"{self.count}/{self.here}"
             try:
-                self.note(f"{site}, call {self.count} of {self.label}")
+                self.positions.set(str(self.ranks[self.here]), f"{site}, call {self.count} of {self.label}")
                 self.store.set(own, json.dumps(call))
                 verdict = self._verdict(site)
                 if verdict == DIFFER:
@@ -247,7 +236,8 @@ def _prefixed(prefix: str, store: Any) -> Any:
 
 
 def _names(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks[:8])) + more
 
 
 def _has(ranks: list[int]) -> str:

@@ -130,9 +130,6 @@ def whole(function: str, leaves: list[Any], spec: Any, layout: Any) -> Any:
         return layout
     check, place = Check(*layout.check), recorder.source()
     site = Site(layout.process, layout.order, *check[:3], function, place, "")
-    if function in ("send", "recv"):  # between two ranks, of which only one makes this call
-        agreement.note(site)
-        return layout
     given = _arguments(function)
     sizes, varying = _sizes(given, leaves)
     grads = _needs_gradients(given) and torch.is_grad_enabled()

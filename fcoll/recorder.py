@@ -57,7 +57,10 @@ def source() -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-_INSIDE = tuple(os.path.dirname(str(path)) + os.sep for path in (__file__, optree.__file__, torch.__file__))
+_INSIDE = (
+    *(os.path.dirname(str(path)) + os.sep for path in (__file__, optree.__file__, torch.__file__)),
+    "<eval_with_key>",  # code that torch.fx has generated
+)
 
 
 @contextmanager

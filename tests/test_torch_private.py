@@ -29,6 +29,7 @@ NAMES = [
     "torch.distributed.distributed_c10d._world",
     "torch.distributed.distributed_c10d._new_process_group_helper",
     "torch.distributed.distributed_c10d._get_default_timeout",
+    "torch.distributed.distributed_c10d._get_default_store",
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch.utils._python_dispatch._disable_current_modes",
