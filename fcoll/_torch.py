@@ -154,11 +154,11 @@ def hint(size: Any) -> int:
     return int(guarding_hint_or_throw(size)) if isinstance(size, torch.SymInt) else int(size)
 
 
-def surely(condition: Any) -> bool:
-    """Whether `condition`, on sizes that may be symbols, is known to hold; False where nobody can know it yet."""
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
+def possible(condition: Any) -> bool:
+    """Whether `condition`, on sizes that may be symbols, can hold: True where nobody can know it yet."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-    return bool(guard_or_false(condition))
+    return bool(guard_or_true(condition))
 
 
 def in_a_batch(x: torch.Tensor) -> bool:

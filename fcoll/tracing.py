@@ -33,6 +33,7 @@ _RING: dict[str, Cost] = {
     "gather": lambda n, b: (n - 1, b * (n - 1)),
     "scatter": lambda n, b: (n - 1, b * (n - 1) / n),
     "permute": lambda n, b: (1, b),
+    "prefix_sum": lambda n, b: (n - 1, b),
 }
 _DIRECT: dict[str, Cost] = {
     "all_reduce": lambda n, b: (1, b * (n - 1)),
@@ -44,6 +45,7 @@ _DIRECT: dict[str, Cost] = {
     "gather": lambda n, b: (1, b),
     "scatter": lambda n, b: (1, b * (n - 1) / n),
     "permute": lambda n, b: (1, b),
+    "prefix_sum": lambda n, b: (math.ceil(math.log2(n)), b * math.ceil(math.log2(n))),
 }
 
 
