@@ -34,6 +34,8 @@ _RING: dict[str, Cost] = {
     "scatter": lambda n, b: (n - 1, b * (n - 1) / n),
     "permute": lambda n, b: (1, b),
     "prefix_sum": lambda n, b: (n - 1, b),
+    "send": lambda n, b: (1, b),
+    "recv": lambda n, b: (1, b),
 }
 _DIRECT: dict[str, Cost] = {
     "all_reduce": lambda n, b: (1, b * (n - 1)),
@@ -46,6 +48,8 @@ _DIRECT: dict[str, Cost] = {
     "scatter": lambda n, b: (1, b * (n - 1) / n),
     "permute": lambda n, b: (1, b),
     "prefix_sum": lambda n, b: (math.ceil(math.log2(n)), b * math.ceil(math.log2(n))),
+    "send": lambda n, b: (1, b),
+    "recv": lambda n, b: (1, b),
 }
 
 
@@ -228,7 +232,7 @@ def _fake(leaf: Any) -> Any:
 
 
 def _record(name: str, x: Tensor, layout: Layout, source: str, backward: bool) -> Record | None:
-    collective = PRIMITIVES[name].wire
+    collective = name if name in ("send", "recv") else PRIMITIVES[name].wire
     n = max(map(len, layout.partition)) if layout.partition else math.prod(layout.sizes)
     if not collective or n == 1:
         return None

@@ -18,6 +18,7 @@ from fcoll.testing import Ranks
 
 NAMES = [
     "torch._C._functorch.peek_interpreter_stack",
+    "torch._C._functorch.get_interpreter_stack",
     "torch._C._functorch.maybe_current_level",
     "torch._C._functorch.maybe_get_level",
     "torch._C._functorch.is_batchedtensor",
@@ -34,6 +35,7 @@ NAMES = [
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch.utils._python_dispatch._disable_current_modes",
     "torch._inductor.config.unsafe_marked_cacheable_functions",
+    "torch._library.effects.EffectType",
     "torch._dynamo.exc.Unsupported",
     "torch._dynamo.exc.UnspecializeRestartAnalysis",
     "torch.ops._c10d_functional.all_reduce",
@@ -50,6 +52,7 @@ def test_the_name_exists(name: str) -> None:
     __import__("torch._inductor.config")
     __import__("torch._dynamo.exc")
     __import__("torch._functorch.pyfunctorch")
+    __import__("torch._library.effects")
     found: Any = torch
     for part in name.split(".")[1:]:
         found = getattr(found, part)
@@ -123,6 +126,53 @@ def test_level_counts_transforms() -> None:
     torch.func.vmap(torch.func.vmap(f))(torch.ones(2, 2))
     torch.func.vmap(torch.func.grad(lambda x: f(x)))(torch.ones(2))
     assert seen == [0, 1, 2, 2]
+
+
+def test_transforms_are_told_apart() -> None:
+    seen: list[tuple[str, ...]] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(_torch.transforms())
+        return x.sin()
+
+    x = torch.tensor(1.0)
+    f(x)
+    torch.func.vmap(torch.func.grad(f))(torch.ones(2))
+    torch.func.grad(lambda x: torch.func.jvp(f, (x,), (x,))[1])(x)
+    with torch.autograd.forward_ad.dual_level():
+        f(x)
+    torch.compiler.reset()
+    torch.compile(torch.func.grad(f), fullgraph=True, backend="eager")(x)
+    assert seen == [(), ("Vmap", "Grad"), ("Grad", "Jvp"), ("Jvp",), ("Grad",)]
+
+
+def test_operations_kept_in_order_are_neither_dropped_nor_moved() -> None:
+    """With nothing but the mark to tell that they matter."""
+    made: list[float] = []
+
+    @torch.library.custom_op("fcoll_tests::note", mutates_args=())
+    def note(x: Tensor, number: int) -> Tensor:
+        made.append(number)
+        return x.clone()
+
+    @note.register_fake
+    def _(x: Tensor, number: int) -> Tensor:
+        return torch.empty_like(x)
+
+    def f(x: Tensor) -> Tensor:
+        first = note(x * 2, 1)
+        note(x, 2)
+        last = note(x, 3)
+        return last + first
+
+    for keep in (False, True):
+        if keep:
+            _torch.keep_in_order(note)
+        torch.compiler.reset()
+        made.clear()
+        torch.compile(f, fullgraph=True, backend="aot_eager")(torch.ones(1))
+        assert sorted(made) == ([1, 2, 3] if keep else [1, 3]), keep
+    assert made == [1, 2, 3]
 
 
 def test_the_token_of_a_vmap_is_batched_where_the_vmap_is() -> None:
