@@ -19,6 +19,7 @@ from fcoll.maps import vmap
 from fcoll.meshes import VirtualMesh, bind, mesh, virtual_mesh
 from fcoll.p2p import after, recv, send, token
 from fcoll.pending import Pending, start, wait
+from fcoll.objects import all_gather_object, all_gather_tree, broadcast_object, broadcast_tree
 from fcoll.sharding import shard_map
 from fcoll.specs import P
 from fcoll.tracing import Trace, trace
@@ -39,7 +40,11 @@ __all__ = [
     "VirtualMesh",
     "__version__",
     "after",
+    "all_gather_object",
+    "all_gather_tree",
     "bind",
+    "broadcast_object",
+    "broadcast_tree",
     "checked",
     "compile",
     "functional",
