@@ -157,6 +157,40 @@ def both_cut(n: int) -> tuple[int, ...]:
     return (n, 2 * n)
 
 
+def piece(sender: int, receiver: int) -> int:
+    """How many rows go from one rank to another, none among them."""
+    return (sender + receiver) % 3
+
+
+def ragged(x: Any, group: Any) -> Any:
+    """Both the operand and what lies under the result depend on x; the rows from rank s arrive at 2s."""
+    n, rank = fcoll.axis_size(group), fcoll.axis_index(group)
+    others = torch.arange(n)
+    size = (rank + others) % 3
+    below = torch.cat((x, x))[: 2 * n]
+    return fcoll.ragged_all_to_all(x, below, rank * others % n, size, (2 * rank).expand(n), size, group)
+
+
+def ragged_value(xs: Tensors) -> Tensors:
+    n, ys = len(xs), [torch.cat((x, x))[: 2 * len(xs)] for x in xs]
+    rows = [[xs[s][s * r % n :][: piece(s, r)] for s in range(n)] for r in range(n)]
+    return [
+        torch.cat([torch.cat((rows[r][s], y[2 * s + len(rows[r][s]) : 2 * s + 2])) for s in range(n)])
+        for r, y in enumerate(ys)
+    ]
+
+
+def ragged_vjp(xs: Tensors, cs: Tensors) -> Tensors:
+    n, bars = len(xs), [torch.zeros_like(x) for x in xs]
+    for r, c in enumerate(cs):
+        for s in range(n):
+            begin, size = s * r % n, piece(s, r)
+            bars[s][begin : begin + size] += c[2 * s : 2 * s + size]
+            for row in range(2 * s + size, 2 * s + 2):
+                bars[r][row % len(xs[r])] += c[row]
+    return bars
+
+
 TABLE = [
     Row(
         "all_reduce",
@@ -568,6 +602,7 @@ TABLE = [
         lambda xs: [total(xs[rank:]) for rank in range(len(xs))],
         lambda xs, cs: [total(cs[: rank + 1]) for rank in range(len(cs))],
     ),
+    Row("ragged_all_to_all", ragged, lambda n: (n + 2, 3), ragged_value, ragged_vjp),
     Row(
         "argmax",
         lambda x, g: fcoll.argmax(x, g),
