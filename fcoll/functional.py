@@ -22,13 +22,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fcoll import groups, uneven
+from fcoll import groups, scalars, uneven
 from fcoll.bind import bind
 from fcoll.blocks import join_blocks, split_blocks
 from fcoll.buckets import FULL
 from fcoll.calls import RECORDS, Call, Fused
 from fcoll.errors import fail
 from fcoll.groups import GroupLike
+from fcoll.ragged import ragged_all_to_all
 from fcoll.ranking import argmax, argmin, prefix_sum
 from fcoll.uneven import Sizes
 
@@ -44,6 +45,7 @@ __all__ = [
     "gather",
     "permute",
     "prefix_sum",
+    "ragged_all_to_all",
     "reduce",
     "reduce_scatter",
     "scatter",
@@ -72,7 +74,8 @@ def all_reduce(
 
     Args:
         tree: leaves of the same shape on every rank. Not for bool (use any, all); mean is for floating and complex
-            leaves; max and min not for complex ones.
+            leaves; max and min not for complex ones. Python numbers keep their kinds (0.5 becomes float32, 2 int64),
+            and all take one message.
         group: the ranks.
         op: one of the above.
         invariant: the result is used in the same way on every rank, and counts once in derivatives.
@@ -83,6 +86,8 @@ def all_reduce(
     """
     call = Call("all_reduce", tree, group)
     call.check_op(op)
+    if scalars.mixed(call):
+        return scalars.all_reduce(call, op, lambda xs: all_reduce(xs, group, op, invariant=invariant))
     suffix = "_invariant" if invariant and op not in ("any", "all") else ""
     return call.run_elementwise(RECORDS[op] + suffix, op, bucket_size=call.bucket_size(bucket_size))
 
