@@ -57,9 +57,11 @@ class Call(Generic[Tree]):
         if not isinstance(tree, Tensor):
             self.leaves, self.spec = trees.flatten(tree)
         self.indices = range(len(self.leaves))
+        self.numbers: list[int] = []  # which leaves were Python numbers
         for i, leaf in enumerate(self.leaves):
             if not isinstance(leaf, Tensor):
                 self.leaves[i] = self._number(i, leaf)
+                self.numbers.append(i)
             elif isinstance(leaf, DTensor):
                 self.fail(i, "type", "is a DTensor; send its .to_local(), or use fcoll.shard_map")
             elif leaf.layout != torch.strided:
