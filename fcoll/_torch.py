@@ -37,10 +37,9 @@ def world() -> dist.ProcessGroup:
     return group
 
 
-def default_store() -> dist.Store:
+def default_store() -> Any:
     """The store that the world was made with: torch has no public way to it."""
-    store: dist.Store = vars(dist.distributed_c10d)["_get_default_store"]()
-    return store
+    return vars(dist.distributed_c10d)["_get_default_store"]()
 
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -133,6 +132,37 @@ def transforms() -> tuple[str, ...]:
     """The kinds of the active torch.func transforms, outermost first: "Grad", "Jvp", "Vmap"."""
     kinds = tuple(interpreter.key().name for interpreter in _functorch.get_interpreter_stack() or ())
     return (*kinds, "Jvp") if torch.autograd.forward_ad._current_level >= 0 and "Jvp" not in kinds else kinds
+
+
+def vmap_level() -> int | None:
+    """The level of the innermost transform, if that is a vmap."""
+    innermost = _functorch.peek_interpreter_stack()
+    return innermost.level() if innermost is not None and innermost.key() == _functorch.TransformType.Vmap else None
+
+
+class below:
+    """Out of the innermost transform, a vmap: its rules are applied here, without the detour by an autograd.Function
+    that torch makes, which costs four times as much.
+    """
+
+    def __enter__(self) -> None:
+        self.layer = _functorch.pop_dynamic_layer_stack()
+
+    def __exit__(self, *_: object) -> None:
+        _functorch.push_dynamic_layer_stack(self.layer)
+
+
+def unbatch(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
+    """The tensor below the vmap of that level, and which axis of it that maps; None if it maps none."""
+    x = _functorch.unwrap_if_dead(x)  # saved in a transform that has ended since
+    unwrapped: tuple[torch.Tensor, int | None] = _functorch._unwrap_batched(x, level)
+    return unwrapped
+
+
+def batch(x: torch.Tensor, axis: int, level: int) -> torch.Tensor:
+    """The tensor that the vmap of that level sees, if it maps `axis`."""
+    mapped: torch.Tensor = _functorch._add_batch_dim(x, axis, level)
+    return mapped
 
 
 def keep_in_order(op: Any) -> None:

@@ -31,7 +31,22 @@ def bind(name: str, x: Tensor, axis: Axis, *params: Any) -> Tensor:
 
 @_torch.allow_in_graph  # Dynamo would drop the vmap rule of a Function that it traces into
 def _apply(x: Tensor, name: str, params: Params, layout: tuple[Any, ...], *tokens: Tensor) -> Tensor:
-    return _bind(x, _Static(name, params, Layout(*layout)), *tokens)
+    return _applied(x, _Static(name, params, Layout(*layout)), *tokens)
+
+
+def _applied(x: Tensor, static: _Static, *tokens: Tensor) -> Tensor:
+    """By the rule of the innermost transform."""
+    level = _torch.vmap_level()
+    if level is None:
+        if static.layout.process and not _torch.transforming():
+            return _eager(x, static.name, static.params, static.layout)
+        return _bind(x, static, *tokens)
+    unwrapped, dims = zip(*[_torch.unbatch(value, level) for value in (x, *tokens)], strict=True)
+    with _torch.below():
+        if all(dim is None for dim in dims):
+            return _applied(x, static, *tokens)
+        y, dim = _vmap(dims, unwrapped[0], static, *unwrapped[1:])
+    return y if dim is None else _torch.batch(y, dim, level)
 
 
 class _Static:
@@ -47,7 +62,8 @@ def _eager(x: Tensor, name: str, params: Params, layout: Layout) -> Tensor:
     """On processes, with no transform around: a Function only for a gradient, and of the kind that costs half."""
     if x.requires_grad and torch.is_grad_enabled():
         return _classic_bind(x, _Static(name, params, layout))
-    return _on_process(x, name, params, layout)
+    y = started(x, name, params, layout, process_of(layout))
+    return arrived(y, name, layout) if isinstance(y, Flight) else y
 
 
 def _on_process(x: Tensor, name: str, params: Params, layout: Layout) -> Tensor:
@@ -79,9 +95,7 @@ def arrived(flight: Flight, name: str, layout: Layout) -> Tensor:
 
 def _again(x: Tensor, name: str, params: Params, layout: Layout, *tokens: Tensor) -> Tensor:
     """A collective in the derivative of another."""
-    if layout.process and not _torch.transforming():
-        return _eager(x, name, params, layout)
-    return _bind(x, _Static(name, params, layout), *tokens)
+    return _applied(x, _Static(name, params, layout), *tokens)
 
 
 class _Bind(torch.autograd.Function):
@@ -99,7 +113,8 @@ class _Bind(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_forward(*_setup(ctx, inputs, output))
+        if saved := _setup(ctx, inputs, output):
+            ctx.save_for_forward(*saved)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
@@ -107,41 +122,19 @@ class _Bind(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
-        record = PRIMITIVES[ctx.name]
+        name, params, layout, saves, _ = ctx.kept
+        record = PRIMITIVES[name]
+        saved = ctx.saved_tensors if saves else ()
         if record.transpose:
-            return _again(tangent, ctx.name, ctx.params, ctx.layout, *ctx.saved_tensors)
-        x, y, *tokens = ctx.saved_tensors
-        rule = _rule(record.jvp, ctx.name)
-        return rule(_Call(ctx.layout, tuple(tokens)), x, y, tangent, *ctx.params)
+            return _again(tangent, name, params, layout, *saved)
+        x, y, *tokens = saved
+        return _rule(record.jvp, name)(_Call(layout, tuple(tokens)), x, y, tangent, *params)
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[Any, ...], x: Tensor, static: _Static, *tokens: Tensor
     ) -> tuple[Tensor, int | None]:
-        name, params, layout = static.name, static.params, static.layout
-        record, x_dim, token_dims = PRIMITIVES[name], in_dims[0], in_dims[2:]
-        stacked = _stacked(layout)
-        here = [i for i, dim in enumerate(token_dims) if dim is not None]
-        if not here:
-            x = x.movedim(x_dim, stacked)
-            y = _bind(x, _Static(name, record.shift(params), layout), *tokens)
-            return y, 0 if tokens and _once(record, layout) else stacked
-
-        if record.exact and layout.outside >= 0:  # derivatives through the stack are taken from outside the map
-            name, record = record.exact, PRIMITIVES[record.exact]
-        (token,) = here
-        part = [i for i, at in enumerate(layout.at) if at == PENDING][token]
-        n = layout.sizes[part]
-        if x_dim is None and record.unmapped and len(layout.sizes) == 1 and not layout.partition:
-            return record.unmapped(x, n, *params), 0
-        x = x.expand(n, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
-        at = tuple(0 if i == part else p if p == PENDING else p + 1 for i, p in enumerate(layout.at))
-        layout, tokens = layout._replace(at=at), (*tokens[:token], *tokens[token + 1 :])
-        if tokens or record.exact:
-            y = _bind(x, _Static(name, params, layout), *tokens)
-        else:  # plain operations, whose own derivative is the exact one
-            y = _on_stack(x, name, params, layout)
-        return y, None if _once(record, layout) else 0
+        return _vmap((in_dims[0], *in_dims[2:]), x, static, *tokens)
 
 
 class _ClassicBind(torch.autograd.Function):
@@ -160,32 +153,59 @@ _bind: Callable[..., Tensor] = _Bind.apply
 _classic_bind: Callable[..., Tensor] = _ClassicBind.apply
 
 
+def _vmap(dims: tuple[int | None, ...], x: Tensor, static: _Static, *tokens: Tensor) -> tuple[Tensor, int | None]:
+    """Below a vmap that maps these axes of x and the tokens, of which not all are None; and which axis it maps then."""
+    name, params, layout = static.name, static.params, static.layout
+    record, x_dim, token_dims = PRIMITIVES[name], dims[0], dims[1:]
+    stacked = _stacked(layout)
+    here = [i for i, dim in enumerate(token_dims) if dim is not None]
+    if not here:
+        x = x.movedim(x_dim, stacked)
+        y = _applied(x, _Static(name, record.shift(params), layout), *tokens)
+        return y, 0 if tokens and _once(record, layout) else stacked
+
+    if record.exact and layout.outside >= 0:  # derivatives through the stack are taken from outside the map
+        name, record = record.exact, PRIMITIVES[record.exact]
+    (token,) = here
+    part = [i for i, at in enumerate(layout.at) if at == PENDING][token]
+    n = layout.sizes[part]
+    if x_dim is None and record.unmapped and len(layout.sizes) == 1 and not layout.partition:
+        return record.unmapped(x, n, *params), 0
+    x = x.expand(n, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
+    at = tuple(0 if i == part else p if p == PENDING else p + 1 for i, p in enumerate(layout.at))
+    layout, tokens = layout._replace(at=at), (*tokens[:token], *tokens[token + 1 :])
+    if tokens or record.exact:
+        y = _applied(x, _Static(name, params, layout), *tokens)
+    else:  # plain operations, whose own derivative is the exact one
+        y = _on_stack(x, name, params, layout)
+    return y, None if _once(record, layout) else 0
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> tuple[Tensor, ...]:
     """Keep what derivatives need; returns the tensors among it."""
     x, static, *tokens = inputs
-    name, ctx.params, ctx.layout = static.name, static.params, static.layout
-    ctx.source = recorder.source() if recorder.active() or ctx.layout.check else ""
-    if ctx.layout.check:
-        ctx.layout = checks.derivative_of(ctx.layout)
-    if ctx.layout.outside >= 0 and _torch.level() <= ctx.layout.outside:
+    name, params, layout = static.name, static.params, static.layout
+    source = recorder.source() if recorder.active() or layout.check else ""
+    if layout.check:
+        layout = checks.derivative_of(layout)
+    if layout.outside >= 0 and _torch.level() <= layout.outside:
         name = PRIMITIVES[name].exact or name
-    ctx.name = name
     saved = (*tokens,) if PRIMITIVES[name].transpose else (x, output, *tokens)
-    ctx.save_for_backward(*saved)
+    ctx.kept = name, params, layout, bool(saved), source  # in one piece: a wrapped ctx is slow to write to
+    if saved:
+        ctx.save_for_backward(*saved)
     return saved
 
 
 def _backward(ctx: Any, cotangent: Tensor) -> Any:
-    with recorder.derivative(ctx.source):
-        record = PRIMITIVES[ctx.name]
+    name, params, layout, saves, source = ctx.kept
+    record, saved = PRIMITIVES[name], ctx.saved_tensors if saves else ()
+    with recorder.derivative(source, record.wire or name):
         if record.transpose:
-            tokens = ctx.saved_tensors
-            name, *params = record.transpose(*ctx.params)
-            result = _again(cotangent, name, tuple(params), ctx.layout, *tokens)
-        else:
-            x, y, *tokens = ctx.saved_tensors
-            rule = _rule(record.vjp, ctx.name)
-            result = rule(_Call(ctx.layout, tuple(tokens)), x, y, cotangent, *ctx.params)
+            name, *params = record.transpose(*params)
+            return _again(cotangent, name, tuple(params), layout, *saved), None, *[None] * len(saved)
+        x, y, *tokens = saved
+        result = _rule(record.vjp, name)(_Call(layout, tuple(tokens)), x, y, cotangent, *params)
     return result, None, *[None] * len(tokens)
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 def split_blocks(x: Tensor, n: int, axis: int, tiled: bool) -> Tensor:
     """The n blocks along `axis`, on a new axis 0; untiled, `axis` itself holds them."""
     if tiled:
-        x = x.unflatten(axis, (n, x.shape[axis] // n))
+        shape = x.shape
+        x = x.view((*shape[:axis], n, shape[axis] // n, *shape[axis + 1 :]))
     return x.movedim(axis, 0) if axis else x
 
 

@@ -20,19 +20,21 @@ def plan(leaves: Sequence[Tensor], full: int = FULL) -> list[list[int]]:
     """Which leaves travel together, in order. Nothing that may differ between ranks decides, or they would disagree."""
     small = min(SMALL, full)
     buckets: list[list[int]] = []
-    opened: dict[Any, tuple[list[int], int]] = {}
+    opened: dict[Any, list[Any]] = {}  # of each kind the last bucket, and how many bytes it holds
+    dtype = device = kind = None
     for i, leaf in enumerate(leaves):
         size = leaf.nbytes
         if size >= small:
             buckets.append([i])
             continue
-        key = (leaf.dtype, leaf.device)
-        bucket, filled = opened.get(key, ([], 0))
-        if not bucket or filled + size > full:
-            bucket, filled = [], 0
-            buckets.append(bucket)
-        bucket.append(i)
-        opened[key] = (bucket, filled + size)
+        if kind is None or leaf.dtype is not dtype or leaf.device != device:
+            dtype, device = leaf.dtype, leaf.device
+            kind = opened.setdefault((dtype, device), [[], full])
+        if kind[1] + size > full or not kind[0]:
+            kind[:] = [[], 0]
+            buckets.append(kind[0])
+        kind[0].append(i)
+        kind[1] += size
     return buckets
 
 

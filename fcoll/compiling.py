@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, overload
 
+import optree
 import torch
 
 from fcoll import _torch
@@ -24,10 +28,12 @@ def compile(f: None = None, **options: Any) -> Callable[[Function], Function]: .
 def compile(f: Any = None, **options: Any) -> Any:
     """torch.compile for functions with collectives: one whole graph, usable inside eager transforms, cacheable.
 
-    It differs from torch.compile in three things. `fullgraph=True` is the default, so that nothing runs uncompiled
+    It differs from torch.compile in four things. `fullgraph=True` is the default, so that nothing runs uncompiled
     unnoticed. Called inside an active torch.func transform, where torch refuses, it runs f eagerly, with one warning:
-    compile around the transform instead. And the caches of AOTAutograd and inductor, which torch bypasses for graphs
-    that hold functions it does not know, serve the next start of the program too.
+    compile around the transform instead. The caches of AOTAutograd and inductor, which torch bypasses for graphs that
+    hold functions it does not know, serve the next start of the program too. And a call does not verify again that the
+    code of fcoll, optree and torch is what it was when it was traced, which would take longer than a small collective
+    (with `mode`, which torch does not take together with options, it does).
 
     Args:
         f: the function. Without it, a decorator is returned.
@@ -47,6 +53,8 @@ def compile(f: Any = None, **options: Any) -> Any:
         return functools.partial(compile, **options)
     check_callable("compile", f)
     _torch.mark_cacheable(_NAMES, _digest())
+    if options.get("mode") is None:
+        options["options"] = {"guard_filter_fn": _needed, **(options.get("options") or {})}
     compiled: Any = torch.compile(f, **{"fullgraph": True, **options})
     name = getattr(f, "__name__", type(f).__name__)
     warned: list[bool] = []
@@ -65,6 +73,31 @@ def compile(f: Any = None, **options: Any) -> Any:
 
     return call
 
+
+def _needed(guards: Sequence[Any]) -> list[bool]:
+    """Which guards a call has to verify: not those on libraries' code and constants, which nobody changes."""
+    return [not (_in_library(guard.name) or (guard.has_value and _is_code(guard.value))) for guard in guards]
+
+
+def _in_library(name: str) -> bool:
+    """Whether a guard, by its name, is on something in the modules of a library that is not state."""
+    return _LIBRARIES.match(name) is not None and "._state" not in name and "._scope" not in name
+
+
+def _is_code(value: object) -> bool:
+    """Whether this is a module, class, function or code object of a library."""
+    if isinstance(value, CodeType):
+        return value.co_filename.startswith(_FOLDERS)
+    if isinstance(value, ModuleType):
+        return value.__name__.split(".")[0] in _ROOTS
+    module = getattr(value, "__module__", None)
+    code = isinstance(value, (type, FunctionType, BuiltinFunctionType))
+    return code and isinstance(module, str) and module.split(".")[0] in _ROOTS
+
+
+_ROOTS = ("fcoll", "optree", "torch", "builtins", "collections", "dataclasses", "functools", "itertools", "typing")
+_LIBRARIES = re.compile(r"G\['__import_(fcoll|optree|torch)('|_dot_)|__import__\('torch'\)|G\['___unnamed_scope_")
+_FOLDERS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (_torch, optree, torch))
 
 _NAMES = (
     "fcoll.bind._apply",

@@ -7,6 +7,7 @@ tenth of them, in the way that `lowering.py` chooses. Blocks of all ranks are st
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,16 @@ def _options(op: Any) -> dist.AllreduceOptions:
 
 _OPTIONS = {name: _options(op) for name, op in _OPS.items()}
 _SCATTER = dist.ReduceScatterOptions()  # of a sum
+
+
+@functools.cache
+def _rooted(kind: Any, root: int) -> Any:
+    """Options of this kind, which cost more to make than a message to nobody."""
+    options = kind()
+    options.rootRank = root
+    return options
+
+
 _NAMES = {"sum": "sum", "max": "max", "min": "min", "prod": "product"}
 _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {  # of a stack, here
     "sum": lambda stack: stack.sum(0, dtype=stack.dtype),
@@ -146,7 +157,7 @@ def all_reduce(x: Tensor, op: str, process: Process) -> Flight:
     if how and not process.overlap:
         return _all_reduce_in_two_steps(x, op, process)
     wire, back = reducible(x, op)
-    buffer = wire.clone(memory_format=torch.contiguous_format)
+    buffer = _copy(wire)
     return Flight(buffer, (group.allreduce([buffer], _OPTIONS[op]),), back)
 
 
@@ -209,13 +220,13 @@ def broadcast(x: Tensor, src: int, process: Process) -> Flight:
     if _torch.tracing(x):
         return _traced(_c10d.broadcast(_torch.unknown(wire), root, process.name), back)
     group = process.group()
-    here, others = _others(process)
-    buffer = wire.clone() if here == src else torch.empty_like(wire)
-    if choose("broadcast", x, process.n, group):
-        if here == src:
-            return Flight(buffer, _direct(group, [(buffer, rank) for _, rank in others], []), back)
-        return Flight(buffer, _direct(group, [], [(buffer, root)]), back)
-    return Flight(buffer, (group.broadcast(buffer, root),), back)
+    here = group.rank() == root
+    buffer = wire.clone() if here else torch.empty_like(wire)
+    if not choose("broadcast", x, process.n, group):
+        return Flight(buffer, (group.broadcast(buffer, root),), back)
+    if here:
+        return Flight(buffer, _direct(group, [(buffer, rank) for _, rank in _others(process)[1]], []), back)
+    return Flight(buffer, _direct(group, [], [(buffer, root)]), back)
 
 
 def reduce(x: Tensor, dst: int, process: Process) -> Flight:
@@ -227,9 +238,9 @@ def reduce(x: Tensor, dst: int, process: Process) -> Flight:
         flight, here = _to_root(x, dst, process)
         return flight.then(_REDUCE["sum"] if here else lambda _: zeros(x, x.shape))
     wire, back = reducible(x, "sum")
-    buffer = wire.clone(memory_format=torch.contiguous_format)
-    work = group.reduce(buffer, process.rank(dst), dist.ReduceOp.SUM)
-    return Flight(buffer, (work,), back).then(lambda y: at_root(y, dst, process))
+    buffer, root = _copy(wire), process.rank(dst)
+    flight = Flight(buffer, (group.reduce([buffer], _rooted(dist.ReduceOptions, root)),), back)
+    return flight if group.rank() == root else flight.then(lambda _: zeros(x, x.shape))
 
 
 def gather(x: Tensor, dst: int, process: Process) -> Flight:
@@ -240,33 +251,56 @@ def gather(x: Tensor, dst: int, process: Process) -> Flight:
 
 def _to_root(x: Tensor, dst: int, process: Process) -> tuple[Flight, bool]:
     """Every rank's x stacked on rank dst, nothing elsewhere; and whether this is the root."""
-    n, root, here = process.n, process.rank(dst), process.here()
-    if not _torch.tracing(x) and choose("gather", x, n, group := process.group()):
-        wire, back = movable(x)
-        if here != dst:
-            return Flight(wire, _direct(group, [(wire, root)], []), back), False
-        stack = wire.new_empty((n, *wire.shape))
-        stack[here].copy_(wire)
+    n, root = process.n, process.rank(dst)
+    if _torch.tracing(x):
+        here = process.here() == dst
+        send = [int(rank == root) for rank in range(n)]
+        flight = exchange(x.unsqueeze(0), send, [int(here)] * n, process)
+        return flight.then(_from_ranks(process)) if here else flight, here
+    group = process.group()
+    direct = choose("gather", x, n, group)
+    wire, back = movable(x)
+    if group.rank() != root:
+        works = (
+            _direct(group, [(wire, root)], [])
+            if direct
+            else [group.gather([], [wire], _rooted(dist.GatherOptions, root))]
+        )
+        return Flight(wire, works, back), False
+    stack = wire.new_empty((n, *wire.shape))
+    if direct:
+        stack[dst].copy_(wire)
         return Flight(stack, _direct(group, [], [(stack[q], rank) for q, rank in _others(process)[1]]), back), True
-    send = [int(rank == root) for rank in range(n)]
-    flight = exchange(x.unsqueeze(0), send, [int(here == dst)] * n, process)
-    return (flight.then(_from_ranks(process)), True) if here == dst else (flight, False)
+    work = group.gather([list(stack.unbind(0))], [wire], _rooted(dist.GatherOptions, root))
+    return Flight(stack, (work,), back).then(_from_ranks(process)), True
 
 
 def scatter(blocks: Tensor, src: int, process: Process) -> Flight:
     """Block r of rank src."""
-    n, root, here = process.n, process.rank(src), process.here()
-    if not _torch.tracing(blocks) and choose("scatter", blocks, n, group := process.group(), blocks.nbytes // n):
-        if here == src:
-            wire, back = movable(blocks)
-            works = _direct(group, [(wire[q], rank) for q, rank in _others(process)[1]], [])
-            return Flight(wire[here].clone(), works, back)
-        wire, back = movable(blocks[here])
+    n, root = process.n, process.rank(src)
+    if _torch.tracing(blocks):
+        here = process.here() == src
+        receive = [int(rank == root) for rank in range(n)]
+        rows = _to_ranks(blocks, process) if here else blocks[:0]
+        return exchange(rows, [int(here)] * n, receive, process).then(_only)
+    group = process.group()
+    direct = choose("scatter", blocks, n, group, blocks.nbytes // n)
+    if group.rank() != root:
+        wire, back = movable(blocks[src])  # of which only the shape matters
         block = torch.empty_like(wire)
-        return Flight(block, _direct(group, [], [(block, root)]), back)
-    receive = [int(rank == root) for rank in range(n)]
-    rows = _to_ranks(blocks, process) if here == src else blocks[:0]
-    return exchange(rows, [int(here == src)] * n, receive, process).then(_only)
+        works = (
+            _direct(group, [], [(block, root)])
+            if direct
+            else [group.scatter([block], [], _rooted(dist.ScatterOptions, root))]
+        )
+        return Flight(block, works, back)
+    wire, back = movable(blocks)
+    if direct:
+        works = _direct(group, [(wire[q], rank) for q, rank in _others(process)[1]], [])
+        return Flight(wire[src].clone(), works, back)
+    block = torch.empty_like(wire[src])
+    rows = list(_to_ranks(wire, process).unbind(0))
+    return Flight(block, (group.scatter([block], [rows], _rooted(dist.ScatterOptions, root)),), back)
 
 
 def permute(x: Tensor, perm: Sequence[tuple[int, int]], process: Process) -> Flight:
@@ -311,6 +345,11 @@ def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], process:
         return _traced(_c10d.all_to_all_single(_torch.unknown(wire), *sizes, process.name), back)
     received = wire.new_empty((sum(receive), *wire.shape[1:])) if receive else torch.empty_like(wire)
     return Flight(received, (process.group().all_to_all_single(received, wire, list(receive), list(send)),), back)
+
+
+def _copy(x: Tensor) -> Tensor:
+    """x in memory of its own, contiguous."""
+    return x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
 def _direct(group: dist.ProcessGroup, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]]) -> list[Any]:

@@ -57,7 +57,7 @@ def vmap(
     @functools.wraps(f, updated=())  # what f carries, compiled or a module, stays with it
     def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = trees.flatten(args)
-        dims = _in_dims(in_dims, args)
+        dims = _prefix("in_dims", tuple(in_dims) if isinstance(in_dims, list) else in_dims, args, leaves, "arguments")
         n = _size(leaves, dims, args, axis_size)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         structure: list[Any] = []
@@ -67,7 +67,7 @@ def vmap(
             with axes.bound([axes.Named(axis_name, n, token)]):
                 out = f(*trees.unflatten(spec, list(values)), **kwargs)
             flat, out_spec = trees.flatten(out)
-            places = _out_dims(out_dims, out)
+            places = _prefix("out_dims", out_dims, out, flat, "result")
             structure[:] = [out_spec, places]
             results = [
                 _result(y, place, out, i, axis_name) for i, (y, place) in enumerate(zip(flat, places, strict=True))
@@ -85,16 +85,10 @@ def vmap(
     return _torch.with_own_code(mapped)
 
 
-def _in_dims(in_dims: Any, args: tuple[Any, ...]) -> list[int | None]:
-    prefix = tuple(in_dims) if isinstance(in_dims, list) else in_dims
-    return _prefix("in_dims", prefix, args, "arguments")
-
-
-def _out_dims(out_dims: Any, out: Any) -> list[int | None]:
-    return _prefix("out_dims", out_dims, out, "result")
-
-
-def _prefix(name: str, prefix: Any, tree: Any, what: str) -> list[int | None]:
+def _prefix(name: str, prefix: Any, tree: Any, leaves: list[Any], what: str) -> list[int | None]:
+    """Per leaf of the tree, the dim that the prefix has for it."""
+    if prefix is None or type(prefix) is int:
+        return [prefix] * len(leaves)
     try:
         dims = trees.broadcast_prefix(prefix, tree, lambda node: node is None or isinstance(node, int))
     except (ValueError, TypeError):

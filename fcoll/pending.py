@@ -61,11 +61,8 @@ STARTABLE = (
 
 
 def starting() -> bool:
-    """Whether the call that is made is to be started only; asked once."""
-    answer = _state.starting
-    if answer:
-        _state.starting = False
-    return answer
+    """Whether the call that is made is to be started only."""
+    return _state.starting
 
 
 def start(f: Callable[..., Any], tree: Any, group: Any, *args: Any, **kwargs: Any) -> Pending:

@@ -72,9 +72,8 @@ def own_block(stack: Tensor, n: int, axis: int, tiled: bool) -> Tensor:
 
 def only_at(y: Tensor, root: int, n: int) -> Tensor:
     """A stack with y on the root and zeros elsewhere."""
-    zeros = y.new_zeros((1, *y.shape))
-    before, after = zeros.expand(root, *y.shape), zeros.expand(n - root - 1, *y.shape)
-    return torch.cat((before, y.unsqueeze(0), after))  # unlike select_scatter, with complex derivatives
+    rows = [0, 0] * y.ndim + [root, n - root - 1]
+    return torch.nn.functional.pad(y.unsqueeze(0), rows)  # unlike select_scatter, with complex derivatives
 
 
 # Reductions

@@ -16,7 +16,7 @@ NAMESPACE = "fcoll"  # for dataclasses that nobody registered; optree adds what 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """The leaves, and the structure around them. None is structure."""
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
-    unknown = [type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)]
+    unknown = [kind for kind in dict.fromkeys(map(type, leaves)) if dataclasses.is_dataclass(kind)]
     if unknown:
         for kind in unknown:
             _register(kind)
