@@ -1,6 +1,6 @@
 """Functional collectives for PyTorch: pure functions with exact derivatives, emulated or on process groups."""
 
-from fcoll import functional, lax
+from fcoll import functional, lax, regions
 from fcoll._version import __version__
 from fcoll.checks import checked
 from fcoll.compiling import compile
@@ -53,6 +53,7 @@ __all__ = [
     "lax",
     "mesh",
     "recv",
+    "regions",
     "send",
     "shard_map",
     "start",

@@ -56,23 +56,21 @@ def token(*after: Any) -> Tensor:
         NotImplementedError: forward-mode derivatives, of which other ranks could not know.
 
     Example:
-        >>> fcoll.token(torch.ones(3))
+        >>> fcoll.token()
         tensor(0., requires_grad=True)
     """
     tied = [leaf for leaf in Call("token", after, (), alike=False).leaves if _differentiable(leaf)]
-    if "Jvp" in _torch.transforms():
+    kinds, compiled = _torch.transforms(), torch.compiler.is_compiling()
+    if "Jvp" in kinds:
         _no_forward_mode()
-    eager = not _torch.transforming()
     if not tied and torch.is_grad_enabled():
-        if "Grad" in _torch.transforms():
+        if "Grad" in kinds:
             fail("value", "token: inside torch.func.grad and its like, give what is differentiated: fcoll.token(x)")
-        if torch.compiler.is_compiling():
+        if compiled:
             fail("value", "token: in compiled code, give what is differentiated: fcoll.token(x)")
-    made = torch.zeros(())
+    made = torch.zeros((), requires_grad=torch.is_grad_enabled() and "Grad" not in kinds and not compiled)
     for leaf in tied:
         made = made + _wait(leaf, 0)
-    if torch.is_grad_enabled() and not made.requires_grad and (eager or not tied):
-        return made.requires_grad_()
     return made
 
 

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 import fcoll
-from fcoll import errors, lax, testing
+from fcoll import errors, lax, regions, testing
+from fcoll.compat import torch_nn
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
-NOT_CALLED = {"functional", "lax", "WORLD", "GroupLike", "__version__"}  # modules, constants and types
+NOT_CALLED = {"functional", "lax", "regions", "WORLD", "GroupLike", "__version__"}  # modules, constants and types
 MADE_BY_OTHERS = {"Group", "VirtualMesh", "Trace"}  # classes whose objects come from a function that has the example
 EXCEPTIONS = {name for name in errors.__dict__ if name.endswith("Error")}
 
@@ -31,6 +32,8 @@ def with_examples() -> dict[str, Any]:
     names = set(fcoll.__all__) - NOT_CALLED - MADE_BY_OTHERS - EXCEPTIONS
     found: dict[str, Any] = {f"fcoll.{name}": getattr(fcoll, name) for name in names}
     found |= {f"fcoll.lax.{name}": getattr(lax, name) for name in lax.__all__}
+    found |= {f"fcoll.regions.{name}": getattr(regions, name) for name in regions.__all__}
+    found |= {f"fcoll.compat.torch_nn.{name}": getattr(torch_nn, name) for name in torch_nn.__all__}
     found["fcoll.testing.check_adjoint"] = testing.check_adjoint
     for kind in (testing.Ranks, testing.Emulated, testing.Substrate):
         found[f"fcoll.testing.{kind.__name__}"] = kind
@@ -63,7 +66,14 @@ def docstrings(thing: Any) -> str:
 
 @pytest.mark.parametrize("name", sorted(FOUND))
 def test_docstrings_have_an_example_that_runs(name: str) -> None:
-    scope = {"torch": torch, "fcoll": fcoll, "lax": lax, **{key: getattr(testing, key) for key in testing.__all__}}
+    scope = {
+        "torch": torch,
+        "fcoll": fcoll,
+        "lax": lax,
+        "regions": regions,
+        "torch_nn": torch_nn,
+        **{key: getattr(testing, key) for key in testing.__all__},
+    }
     assert run(docstrings(FOUND[name]), name, scope) > 0, f"{name} has no example"
 
 
