@@ -2,6 +2,7 @@
 
 from fcoll import functional, lax, regions
 from fcoll._version import __version__
+from fcoll.barriers import barrier
 from fcoll.checks import checked
 from fcoll.compiling import compile
 from fcoll.errors import (
@@ -42,6 +43,7 @@ __all__ = [
     "after",
     "all_gather_object",
     "all_gather_tree",
+    "barrier",
     "bind",
     "broadcast_object",
     "broadcast_tree",

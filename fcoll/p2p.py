@@ -189,14 +189,14 @@ def _layout(call: Call[Any], name: str, peer: int) -> Layout:
     peer = call.root(name, peer)
     layout, n, label = call.axis.layout, call.axis.n, call.axis.label
     if not layout.process:
-        pair = ("s", peer) if name == "dst" else (peer, "d")
-        if n == 2:
-            pair = (1 - peer, peer) if name == "dst" else (peer, 1 - peer)
+        sends = name == "dst"
+        other = str(1 - peer) if n == 2 else "s" if sends else "d"
+        pair = f"[({other}, {peer})]" if sends else f"[({peer}, {other})]"
         fail(
             "value",
             "{}: {} is an emulated axis, on which all ranks make one call; write fcoll.permute(tree, {}, {}){}",
-            call.function, label, label, f"[({pair[0]}, {pair[1]})]",
-            "" if n == 2 else f" for each {'sender s' if name == 'dst' else 'receiver d'} among the {n} ranks",
+            call.function, label, label, pair,
+            "" if n == 2 else f" for each {'sender s' if sends else 'receiver d'} among the {n} ranks",
         )  # fmt: skip
     if _here(layout.process, n, layout.order) == peer:
         fail("value", "{}: {}={} is this rank itself; a message goes to another", call.function, name, peer)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import Pools, close, draw, grad, vjp
+from common import Pools, close, draw, grad, jvp, vjp, vmap
 from table import DIFFERENTIABLE, TABLE, TRANSPOSED, Row
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -42,6 +43,10 @@ KINDS: dict[str, tuple[Callable[[], Any], list[list[int]]]] = {
     "subgroups of a process group": (
         lambda: fcoll.subgroups(made([[0, 1], [2, 3]]), [[1, 0]]),
         [[1, 0], [3, 2]],
+    ),
+    "subgroups of a mesh": (
+        lambda: fcoll.subgroups(DeviceMesh("cpu", [[3, 1], [0, 2]]), [[1, 2], [3, 0]]),
+        [[1, 0], [2, 3]],
     ),
     "a mesh": (lambda: init_device_mesh("cpu", (4,)), [[0, 1, 2, 3]]),
     "a mesh of two axes": (lambda: init_device_mesh("cpu", (2, 2)), [[0, 1, 2, 3]]),
@@ -324,6 +329,129 @@ def test_both_axes_emulated_against_the_table() -> None:
         f = nested(summed(row), {"j": 2, "i": 3})
         want = torch.stack([row.values(part) for part in x]).sum(0)
         close(f(x), torch.stack((want, want)), row.name)
+
+
+LISTED = [
+    "all_reduce", "all_reduce max", "all_reduce prod", "all_gather", "reduce_scatter", "all_to_all", "broadcast",
+    "reduce", "gather", "scatter", "shift", "split",
+]  # fmt: skip
+
+
+def derived(rows: list[Row], group: Any, xs: dict[str, Any]) -> dict[str, Any]:
+    """Batches, gradients and, of the linear, tangents of collectives over a group."""
+    out: dict[str, Any] = {}
+    for row in rows:
+        f, x = row.on(group), xs[row.name]
+
+        def penalty(x: Tensor, f: Any = f) -> Any:
+            weight = 1 + fcoll.axis_index(group)
+            return (weight * f(x) ** 3).sum()
+
+        out[row.name] = {
+            "batch": vmap(f)(torch.stack((x, 2 * x))),
+            "grad": vmap(grad(penalty))(torch.stack((x, 2 * x))),
+            "jvp": jvp(f, (x,), (x.cos(),))[1],
+        }
+    return out
+
+
+def test_listed_groups_and_subgroups_under_transforms_and_compiled(ranks: Pools) -> None:
+    """Of processes, against the same partition of an emulated axis; the emulation itself against the table above."""
+    part = [[3, 0], [1, 2]]
+    rows = [next(row for row in TABLE if row.name == name or row.name.startswith(f"{name} ")) for name in LISTED]
+    xs = {row.name: torch.cat([row.inputs(2, seed) for seed in range(2)]) for row in rows}
+    emulated = fcoll.subgroups("i", part)
+    names = list(xs)
+
+    def here(compiled: bool) -> list[Any]:
+        torch.compiler.reset()
+        mine = {name: x[dist.get_rank()] for name, x in xs.items()}
+        made = [fcoll.group(my(part)), fcoll.subgroups(fcoll.WORLD, part)]
+        run = torch.compile(derived, fullgraph=True, backend="aot_eager") if compiled else derived
+        return [run(rows[::2], made[0], mine)] if compiled else [run(rows, group, mine) for group in made]
+
+    want = fcoll.vmap(lambda xs: derived(rows, emulated, xs), axis_name="i")(xs)
+    inside = torch.compile(
+        fcoll.vmap(lambda xs: derived(rows[:4], emulated, xs), axis_name="i"), fullgraph=True, backend="aot_eager"
+    )({name: xs[name] for name in names[:4]})
+    for name, ways in inside.items():
+        for way, value in ways.items():
+            close(value, want[name][way], f"{name}, {way}, emulated and compiled")
+    for compiled in (False, True):
+        for rank, results in enumerate(ranks(4).run(here, compiled)):
+            for got in results:
+                assert len(got) == len(rows[::2] if compiled else rows)
+                for name in got:
+                    for way, value in got[name].items():
+                        close(value, want[name][way][rank], f"{name}, {way}, compiled={compiled}")
+
+
+def test_unequal_subgroups_of_processes_as_in_emulation(ranks: Pools) -> None:
+    part, x = [[3, 0, 1], [2]], torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    def program(x: Tensor, group: Any) -> dict[str, Any]:
+        return {
+            "max": grad(lambda x: fcoll.all_reduce(x, group, "max") ** 2)(x),
+            "broadcast": grad(lambda x: fcoll.broadcast(x, group) ** 2)(x),
+            "reduce": grad(lambda x: fcoll.reduce(x, group, 0, "mean") ** 2)(x),
+            "vary": grad(lambda x: fcoll.vary(x, group) ** 2)(x),
+            "jvp": jvp(lambda x: fcoll.all_reduce(x, group), (x,), (x**2,))[1],
+            "batch": vmap(lambda x: fcoll.all_reduce(x, group))(torch.stack((x, -x))),
+        }
+
+    def f(compiled: bool) -> Any:
+        torch.compiler.reset()
+        run = torch.compile(program, fullgraph=True, backend="aot_eager") if compiled else program
+        return run(x[dist.get_rank()], fcoll.subgroups(fcoll.WORLD, part))
+
+    emulated = fcoll.subgroups("i", part)
+    want = fcoll.vmap(lambda x: program(x, emulated), axis_name="i")(x)
+    assert want["max"].tolist() == [0, 0, 6, 24]
+    assert want["broadcast"].tolist() == [0, 0, 6, 24]
+    assert want["vary"].tolist() == [14, 14, 6, 14]
+    for compiled in (False, True):
+        for rank, got in enumerate(ranks(4).run(f, compiled)):
+            for name, value in got.items():
+                close(value, want[name][rank], name, 1e-6)
+
+
+def test_groups_are_made_by_members_with_different_pasts(ranks: Pools) -> None:
+    """Each rank makes only its own, as often as it likes; groups that overlap, in one order for all."""
+
+    def f() -> tuple[list[float], int]:
+        rank = dist.get_rank()
+        wanted = [ranks for ranks in ([0, 1], [2, 0], [0, 1], [1, 0, 2], [2, 1]) if rank in ranks]
+        sums = [float(fcoll.all_reduce(10.0**rank, fcoll.group(ranks))) for ranks in wanted]
+        names = {fcoll.group(ranks).process.name for _ in range(20) for ranks in wanted}  # type: ignore[union-attr]
+        return sums, len(names)
+
+    got = ranks(3).run(f)
+    assert [sums for sums, _ in got] == [[11, 101, 11, 111], [11, 11, 111, 110], [101, 111, 110]]
+    assert [count for _, count in got] == [3, 3, 3]
+
+
+def test_a_barrier_waits_for_all(ranks: Pools) -> None:
+    def f(rank: int) -> tuple[float, float, str]:
+        group = fcoll.group(my([[2, 0], [1]]))
+
+        def waiting(x: Tensor) -> Tensor:
+            fcoll.barrier(group)
+            return x
+
+        time.sleep(0.2 * rank)
+        came = time.time()
+        fcoll.barrier(group)
+        left = time.time()
+        with pytest.raises(ValueError, match="barrier: in compiled code") as caught:
+            torch.compile(waiting, fullgraph=True, backend="eager")(torch.ones(1))
+        return came, left, str(caught.value).splitlines()[0]
+
+    (came0, left0, _), (came1, left1, _), (came2, left2, _) = ranks(3).run(f, per_rank=[(rank,) for rank in range(3)])
+    assert min(left0, left2) >= max(came0, came2)
+    assert left1 - came1 < left0 - came0
+    assert fcoll.trace(lambda x: fcoll.barrier("i"), fcoll.virtual_mesh(i=8))(torch.ones(1)).records == []
+    with pytest.raises(NameError, match="barrier: axis name 'j' is not bound"):
+        fcoll.barrier("j")
 
 
 def test_subgroups_of_the_names_of_a_mesh(ranks: Pools) -> None:

@@ -214,7 +214,8 @@ def test_scale_gradient_in_every_mode() -> None:
     assert scaled["n"] is tree["n"]
     assert scaled["s"] == "text"
     torch.compiler.reset()
-    close(torch.compile(vmap(grad(f)), fullgraph=True, backend="aot_eager")(x), 12 * x**2)
+    compiled = torch.compile(lambda x: vmap(grad(f))(x), fullgraph=True, backend="aot_eager")
+    close(compiled(x), 12 * x**2)
     with pytest.raises(TypeError, match="scale_gradient: factor is a number, got str"):
         regions.scale_gradient(x, "n")  # type: ignore[arg-type]
 
