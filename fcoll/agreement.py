@@ -65,7 +65,7 @@ def compare(site: Site, sizes: Sizes | None, digested: Callable[[], Facts], writ
         digested: the facts that must be the same.
         written: the same for the eye.
     """
-    channel = _channel(site.process)
+    channel, connections = _channel(site.process)
     if channel is None:
         return
     if site.which == "first":
@@ -76,7 +76,7 @@ def compare(site: Site, sizes: Sizes | None, digested: Callable[[], Facts], writ
     common = {"function": site.function, "phase": site.phase, "line": site.place if site.lines else ""} | ranks
     digest = hashlib.blake2b(json.dumps([common, digested()]).encode(), digest_size=16).hexdigest()
     call = _Call(digest, str(site), sizes)
-    channel.agree(call, site, lambda: {"call": str(site)} | ranks | written())
+    channel.agree(call, site, lambda: {"call": str(site)} | ranks | written(), connections)
 
 
 class _Channel:
@@ -94,27 +94,24 @@ class _Channel:
         self.count = 0
         self.stale: list[str] = []  # keys that the first rank removes once all have come further
         self.lock = threading.Lock()
-        clone = _torch.default_store().clone()  # of its own, so that groups in different threads do not wait in line
-        self.store = _prefixed(f"fcoll/{name}/{'_'.join(map(str, self.ranks))}", clone)
-        self.positions = _prefixed("fcoll/at", clone)
+        self.prefix = f"fcoll/{name}/{'_'.join(map(str, self.ranks))}"
+        self.store: Any = None  # during a call
+        self.positions: Any = None
 
     def all(self) -> range:
         """The ranks, as the process group counts them."""
         return range(len(self.ranks))
 
-    def agree(self, call: _Call, site: Site, describe: Callable[[], Facts]) -> None:
+    def agree(self, call: _Call, site: Site, describe: Callable[[], Facts], connections: list[Any]) -> None:
         """One call of this rank: return when all make it, raise DisagreementError if not."""
         with self.lock:
             self.count += 1
-            own = f"{self.count}/{self.here}"
             try:
-                self.positions.set(str(self.ranks[self.here]), f"{site}, call {self.count} of {self.label}")
-                self.store.set(own, json.dumps(call))
-                verdict = self._verdict(site)
-                if verdict == DIFFER:
-                    verdict = self._explanation(describe, site)
-                self.store.delete_key(own)
-                self._forget(f"{self.count}/verdict")
+                connection = connections.pop() if connections else _connect()
+                self.store = dist.PrefixStore(self.prefix, connection)  # type: ignore[attr-defined]
+                self.positions = dist.PrefixStore("fcoll/at", connection)  # type: ignore[attr-defined]
+                verdict = self._agreed(call, site, describe)
+                connections.append(connection)
             except dist.DistNetworkError as error:
                 raise CommunicationError(
                     f"{site}: the store of torch.distributed, by which the ranks of {self.label} compare their calls, "
@@ -122,6 +119,18 @@ class _Channel:
                 ) from error
         if verdict != SAME:
             raise DisagreementError(verdict)
+
+    def _agreed(self, call: _Call, site: Site, describe: Callable[[], Facts]) -> str:
+        """SAME, or what is wrong."""
+        own = f"{self.count}/{self.here}"
+        self.positions.set(str(self.ranks[self.here]), f"{site}, call {self.count} of {self.label}")
+        self.store.set(own, json.dumps(call))
+        verdict = self._verdict(site)
+        if verdict == DIFFER:
+            verdict = self._explanation(describe, site)
+        self.store.delete_key(own)
+        self._forget(f"{self.count}/verdict")
+        return verdict
 
     def _verdict(self, site: Site) -> str:
         """SAME, DIFFER, or that somebody is missing."""
@@ -216,23 +225,33 @@ class _Channel:
         return lines
 
 
-_channels: weakref.WeakKeyDictionary[Any, dict[str, _Channel | None]] = weakref.WeakKeyDictionary()  # by world, name
+class _World:
+    """What a world of torch.distributed has."""
+
+    def __init__(self) -> None:
+        self.channels: dict[str, _Channel | None] = {}  # by process group; None where there is nobody to compare with
+        self.connections: list[Any] = []  # to the store, while nobody uses them: a thread must not wait for another
+
+
+_worlds: weakref.WeakKeyDictionary[Any, _World] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
 
-def _channel(name: str) -> _Channel | None:
-    """The channel of a process group; None where there is nobody to compare with."""
+def _channel(name: str) -> tuple[_Channel | None, list[Any]]:
+    """The channel of a process group, and the connections that it may use."""
     with _making:
-        channels = _channels.setdefault(_torch.world(), {})
-        if name not in channels:
+        world = _worlds.setdefault(_torch.world(), _World())
+        if name not in world.channels:
             group = _torch.process_group(name)
             alone = group.size() == 1 or dist.get_backend(group) == "fake"
-            channels[name] = None if alone else _Channel(name, group)
-        return channels[name]
+            world.channels[name] = None if alone else _Channel(name, group)
+        return world.channels[name], world.connections
 
 
-def _prefixed(prefix: str, store: Any) -> Any:
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+def _connect() -> Any:
+    connection = _torch.default_store().clone()
+    connection.set_timeout(timedelta(seconds=1))  # of reading what is there, and may be removed at that moment
+    return connection
 
 
 def _names(ranks: list[int]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -254,8 +255,9 @@ def explain(error: RuntimeError, name: str, x: Tensor, layout: Any) -> None:
     """Raise what names the collective and the group, if an error is the backend's, which names neither."""
     if _torch.tracing(x) or not (type(error) is RuntimeError or isinstance(error, dist.DistError)):
         return
-    phase = "the backward pass of " if recorder.backward() else ""
+    phase = f"the backward pass of {recorder.backward_of()} at " if recorder.backward() else ""
+    reason = re.sub(r"^\[\S*\] ", "", str(error))  # without the backend's own file and line
     raise CommunicationError(
-        f"{name} over {layout.label} of {layout.sizes[0]} ranks, in {phase}{recorder.source()}, failed: {error}. "
+        f"{name} over {layout.label} of {layout.sizes[0]} ranks, in {phase}{recorder.source()}, failed: {reason}. "
         "A rank has died, is stuck, or makes other calls than the others; fcoll.checked() tells which"
     ) from error

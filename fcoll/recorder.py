@@ -23,6 +23,7 @@ class _State(threading.local):
     listener: Listener | None = None
     source: str = ""  # where the user called the collective whose derivative runs
     backward: bool = False
+    of: str = ""  # that collective
 
 
 _state = _State()
@@ -40,8 +41,13 @@ def tell(name: str, x: Tensor, layout: Any, params: tuple[Any, ...]) -> None:
 
 
 def backward() -> bool:
-    """Whether what runs is a derivative."""
+    """Whether what runs is the backward pass of a collective."""
     return _state.backward
+
+
+def backward_of() -> str:
+    """Of which collective."""
+    return _state.of
 
 
 def source() -> str:
@@ -88,12 +94,12 @@ def paused() -> Iterator[None]:
 class derivative:
     """What happens in this context is the backward pass of a collective that was called there."""
 
-    def __init__(self, called: str) -> None:
-        self.called = called
+    def __init__(self, called: str, collective: str = "") -> None:
+        self.called, self.collective = called, collective
 
     def __enter__(self) -> None:
-        self.before = _state.source, _state.backward
-        _state.source, _state.backward = self.called, True
+        self.before = _state.source, _state.backward, _state.of
+        _state.source, _state.backward, _state.of = self.called, True, self.collective
 
     def __exit__(self, *_: object) -> None:
-        _state.source, _state.backward = self.before
+        _state.source, _state.backward, _state.of = self.before
