@@ -284,11 +284,14 @@ class _World:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the processes that this world has started."""
+        """Kill the processes that this world has started, and those that they have."""
         with _uninterrupted():
             for process in self._processes:
                 if process.is_alive():
                     process.kill()
+                if process.pid is not None and hasattr(os, "killpg"):
+                    with contextlib.suppress(ProcessLookupError):  # where nothing is left, or not begun
+                        os.killpg(process.pid, signal.SIGKILL)
             for process in self._processes:
                 process.join()
             for pipe in (*self._pipes, *self._stacks, *self._outputs):

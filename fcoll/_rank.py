@@ -70,6 +70,8 @@ def store(port: int, **options: Any) -> Any:
 def serve(place: Place, pipes: Pipes) -> None:
     """A rank's main function."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
+    if hasattr(os, "setsid"):  # as under torchrun: its own share of the cores, and a group that can be killed as one
+        os.setsid()
     multiprocessing.current_process().daemon = False  # it may have children, such as those of a DataLoader
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     for stream, file, pipe in ((1, sys.stdout, pipes.out), (2, sys.stderr, pipes.err)):
@@ -96,10 +98,12 @@ def _tell(pipe: Connection, answer: Answer) -> None:
 
 
 def _exit_with_parent() -> None:
-    """End this process with its parent, whatever its main thread is blocked in."""
+    """End this process and its own with its parent, whatever its main thread is blocked in."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    if hasattr(os, "killpg"):
+        os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
 

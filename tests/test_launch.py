@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pathlib
@@ -158,6 +159,28 @@ def test_the_backend(devices: int, backend: str, monkeypatch: pytest.MonkeyPatch
 
 
 # ---- what fails
+
+
+def gone(pid: int) -> bool:
+    """Ended, or about to be reaped by whoever has inherited it."""
+    try:
+        return (PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_a_rank_has_started_ends_with_it(dies: bool, tmp_path: pathlib.Path) -> None:
+    def f(file: pathlib.Path) -> None:
+        file.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    file = tmp_path / "pid"
+    with pytest.raises(RuntimeError, match="SIGKILL") if dies else contextlib.nullcontext():
+        fcoll.launch(f, 1, file)
+    while not gone(int(file.read_text())):  # the limit of the test is the limit of the wait
+        time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("nothing_left")
