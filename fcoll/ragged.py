@@ -67,15 +67,11 @@ def ragged_all_to_all(
     outputs = _outputs(call, output)
     if not call.leaves:
         return operand
-    device = call.leaves[0].device
     given = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    vectors = [_vector(call, name, value, device) for name, value in zip(NAMES, given, strict=True)]
+    vectors, numbers = zip(*(_vector(call, name, value) for name, value in zip(NAMES, given, strict=True)), strict=True)
     pairs = list(zip(call.leaves, outputs, strict=True))
-    if any(_torch.tracing(v) or _torch.in_a_batch(v) for v in vectors):
-        return call.rebuild(_by_gathering(call, pairs, vectors))
-    numbers = [v.tolist() for v in vectors]
     _check_rows(call, pairs, numbers)
-    if not call.axis.layout.process:
+    if not call.axis.layout.process or None in numbers or _torch.tracing(call.leaves[0]):
         return call.rebuild(_by_gathering(call, pairs, vectors))
     return call.rebuild(_exactly(call, pairs, vectors, numbers))
 
@@ -83,13 +79,14 @@ def ragged_all_to_all(
 Pairs = list[tuple[Tensor, Tensor]]
 
 
-def _exactly(call: Call[Any], pairs: Pairs, vectors: list[Tensor], numbers: list[list[int]]) -> list[Tensor]:
+def _exactly(call: Call[Any], pairs: Pairs, vectors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
     first, sent, _, expected = numbers
     told = bind("all_to_all", torch.stack((vectors[1], vectors[2]), 1), call.axis, 0, 0, True)
     arriving, places = told.t().tolist()
     results = []
     for x, output in pairs:
-        rows = torch.cat([x.narrow(0, start, size) for start, size in zip(first, sent, strict=True)])
+        own = [torch.arange(start, start + size, device=x.device) for start, size in zip(first, sent, strict=True)]
+        rows = x.index_select(0, torch.cat(own))  # a cat of nothing would lose the batch axis of a vmap
         received = bind("all_to_all_uneven", rows, call.axis, 0, 0, tuple(sent), tuple(arriving))
         source, count = torch.arange(output.shape[0], device=x.device), output.shape[0]
         for place, size in zip(places, arriving, strict=True):
@@ -101,9 +98,9 @@ def _exactly(call: Call[Any], pairs: Pairs, vectors: list[Tensor], numbers: list
     return results
 
 
-def _by_gathering(call: Call[Any], pairs: Pairs, vectors: list[Tensor]) -> list[Tensor]:
+def _by_gathering(call: Call[Any], pairs: Pairs, vectors: Sequence[Tensor]) -> list[Tensor]:
     """Every rank gets all operands, and picks its rows: whatever the sizes are, shapes are the same."""
-    told = bind("all_to_all", torch.stack(vectors[:3], 1), call.axis, 0, 0, True)
+    told = bind("all_to_all", torch.stack(tuple(vectors[:3]), 1), call.axis, 0, 0, True)
     first, size, place = (numbers.unsqueeze(1) for numbers in told.unbind(1))  # by sender
     results = []
     for x, output in pairs:
@@ -138,14 +135,16 @@ def _outputs(call: Call[Any], output: Any) -> list[Tensor]:
     return leaves
 
 
-def _vector(call: Call[Any], name: str, value: Sequence[int] | Tensor, device: torch.device) -> Tensor:
-    n = call.axis.n
+def _vector(call: Call[Any], name: str, value: Sizes) -> tuple[Tensor, list[int] | None]:
+    """An argument as a tensor, and as numbers where they can be seen."""
+    n, numbers = call.axis.n, None
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             fail("type", "{}: {} are integers, got {}", call.function, name, str(value.dtype))
-        vector = value.to(device, torch.int64)
+        vector = value.to(call.leaves[0].device, torch.int64)
     elif isinstance(value, (list, tuple)) and all(type(number) is int for number in value):
-        vector = torch.tensor(value, dtype=torch.int64, device=device)
+        numbers = list(value)
+        vector = torch.tensor(numbers, dtype=torch.int64, device=call.leaves[0].device)
     else:
         fail("type", "{}: {} are a sequence or a tensor of integers, got {}", call.function, name, str(value))
     if vector.ndim != 1 or vector.shape[0] != n:
@@ -153,19 +152,23 @@ def _vector(call: Call[Any], name: str, value: Sequence[int] | Tensor, device: t
             "value", "{}: {} have shape {}; there is one for each of the {} ranks of {}",
             call.function, name, vector.shape, n, call.axis.label,
         )  # fmt: skip
-    return vector
+    if numbers is None and not _torch.tracing(vector) and not _torch.in_a_batch(vector):
+        numbers = vector.tolist()
+    return vector, numbers
 
 
-def _check_rows(call: Call[Any], pairs: Pairs, numbers: list[list[int]]) -> None:
+def _check_rows(call: Call[Any], pairs: Pairs, numbers: Sequence[list[int] | None]) -> None:
     first, sent, places, _ = numbers
     for name, values in zip(NAMES, numbers, strict=True):
-        if min(values) < 0:
+        if values and min(values) < 0:
             fail("value", "{}: {} are not negative, got {}", call.function, name, values)
     for what, begins, tensors in (("input", first, [x for x, _ in pairs]), ("output", places, [y for _, y in pairs])):
-        ends = [begin + size for begin, size in zip(begins, sent, strict=True) if size]
+        if begins is None or sent is None:
+            continue
+        last = max([0, *(begin + size for begin, size in zip(begins, sent, strict=True) if size)])
         for i, tensor in enumerate(tensors):
-            if max(ends, default=0) > tensor.shape[0]:
+            if last > tensor.shape[0]:
                 call.fail(
-                    i, "value", "has {} {} rows; {}_offsets {} and send_sizes {} go beyond",
+                    i, "value", "goes with {} {} rows; {}_offsets {} and send_sizes {} reach beyond",
                     tensor.shape[0], what, what, begins, sent,
                 )  # fmt: skip

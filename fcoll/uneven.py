@@ -61,8 +61,8 @@ def all_gather(
             )  # fmt: skip
     largest = functools.reduce(torch.sym_max, listed)
 
-    def padded(x: Tensor, a: int) -> Tensor:
-        return torch.cat((x, x.new_zeros((*x.shape[:a], largest - x.shape[a], *x.shape[a + 1 :]))), a)
+    def padded(x: Tensor, a: int) -> Tensor:  # a cat would lose the batch axis of a vmap where x is empty
+        return torch.nn.functional.pad(x, (*[0] * (2 * (x.ndim - a) - 1), largest - x.shape[a]))
 
     def cut(stack: Tensor, a: int) -> Tensor:
         return torch.cat([x.narrow(a, 0, size) for x, size in zip(stack.unbind(0), listed, strict=True)], a)
@@ -166,7 +166,7 @@ def _listed(call: Call[Any], name: str, sizes: Sizes) -> list[int]:
         if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
             fail("type", "{}: {} are integers, got {}", function, name, type(size).__name__)
     if len(listed) != n:
-        fail("value", "{}: {} has {} entries for the {} ranks of {}", function, name, len(listed), n, call.axis.label)
+        fail("value", "{}: {} are {} numbers for the {} ranks of {}", function, name, len(listed), n, call.axis.label)
     for size in listed:
         if not _torch.possible(size >= 0):
             fail("value", "{}: {} are not negative, got {}", function, name, listed)
@@ -199,7 +199,7 @@ def _exchanged(call: Call[Any], sizes: list[int]) -> list[int]:
 
 def _add_up(call: Call[Any], i: int, name: str, sizes: list[int], axis: str, at: int, size: int) -> None:
     _require(
-        sum(sizes) == size, call, i, "has shape {}: {} are {}, which add up to {}, and size {} along {}={}",
+        sum(sizes) == size, call, i, "has shape {}: {} {} add up to {}, not to the {} along {}={}",
         call.leaves[i].shape, name, sizes, sum(sizes), size, axis, at,
     )  # fmt: skip
 

@@ -115,6 +115,43 @@ BAD = {
         ValueError,
         f"split: {SHAPE}: size 3 along axis=0 must be 2, the number of ranks of <group>; or use tiled=True",
     ),
+    # sizes of each rank
+    "sizes for other ranks": Bad(
+        lambda x, g: fcoll.all_gather(x, g, sizes=[3]),
+        ValueError,
+        "all_gather: sizes are 1 numbers for the 2 ranks of <group>",
+    ),
+    "not this rank's size": Bad(
+        lambda x, g: fcoll.all_gather({"a": x, "b": x.t()}, g, sizes=[3, 3]),
+        ValueError,
+        "all_gather: tree['b'] has shape (2, 3): size 2 along axis=0 is not 3, this rank's of sizes",
+    ),
+    "sizes that do not add up": Bad(
+        lambda x, g: fcoll.reduce_scatter(x, g, -1, sizes=(2, 2)),
+        ValueError,
+        f"reduce_scatter: {SHAPE}: sizes (2, 2) add up to 4, not to the 2 along axis=-1",
+    ),
+    "recv_sizes without what this rank keeps": Bad(
+        lambda x, g: fcoll.all_to_all(torch.cat((x, x)), g, send_sizes=[3, 3], recv_sizes=[2, 2]),
+        ValueError,
+        "all_to_all: tree has shape (6, 2): this rank keeps 3 along concat_axis=0, not the 2 of recv_sizes",
+    ),
+    "a size of another kind": Bad(
+        lambda x, g: fcoll.all_to_all(x, g, send_sizes=[1.5, 1.5]),  # type: ignore[list-item]
+        TypeError,
+        "all_to_all: send_sizes are integers, got float",
+    ),
+    "ragged rows beyond the output": Bad(
+        lambda x, g: fcoll.ragged_all_to_all(x, x[:1], [0, 0], [1, 1], [0, 1], [1, 1], g),
+        ValueError,
+        "ragged_all_to_all: tree goes with 1 output rows; output_offsets (0, 1) and send_sizes (1, 1) reach beyond",
+    ),
+    "a ragged output of another shape": Bad(
+        lambda x, g: fcoll.ragged_all_to_all([x], [x.t()], [0, 0], [1, 1], [0, 1], [1, 1], g),
+        ValueError,
+        "ragged_all_to_all: output[0] is torch.float32 of shape (2, 3), and the operand torch.float32 of shape (3, 2); "
+        "only the number of rows may differ",
+    ),
     # ranks
     "src outside the group": Bad(
         lambda x, g: fcoll.broadcast(x, g, 2),
