@@ -83,11 +83,12 @@ def reduce_scatter(tree: Tree, group: GroupLike, axis: int, op: str, tiled: bool
     n, own = call.axis.n, listed[_here(call)]
 
     def each(x: Tensor, a: int) -> Tensor:  # each rank reduces what it received
-        received = bind("all_to_all_uneven", x, call.axis, a, a, tuple(listed), (own,) * n).unflatten(a, (n, own))
+        received = bind("all_to_all_uneven", x, call.axis, a, a, tuple(listed), (own,) * n)
+        blocks: Tensor = received.unflatten(a, (n, own))
         if op in ("max", "min"):
-            return received.amax(a) if op == "max" else received.amin(a)
+            return blocks.amax(a) if op == "max" else blocks.amin(a)
         half = x.dtype in (torch.float16, torch.bfloat16)  # of which a sum may overflow where the mean does not
-        total = received.sum(a, dtype=torch.float32 if half else x.dtype)
+        total = blocks.sum(a, dtype=torch.float32 if half else x.dtype)
         return (total / n if op == "mean" else total).to(x.dtype)
 
     return call.rebuild([each(x, a) for x, a in zip(call.leaves, axes, strict=True)])

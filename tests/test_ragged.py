@@ -66,7 +66,9 @@ def test_both_forms_agree_with_a_loop(ranks: Pools) -> None:
         for what in ("grad", "compiled"):
             close(got[what], (by_x[rank], by_output[rank]), what)
 
-    emulated = fcoll.vmap(lambda *args: call(*args, "i"), axis_name="i")
+    emulated = fcoll.vmap(
+        lambda x, y, first, size, place, back: call(x, y, first, size, place, back, "i"), axis_name="i"
+    )
     numbers = (FIRST, SIZE, PLACE, SIZE.t())
     close(emulated(x, output, *numbers), want)
     inside = fcoll.vmap(lambda x, y, c, *rest: grad(loss, (0, 1))(x, y, c, *rest, "i"), axis_name="i")

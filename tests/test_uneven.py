@@ -31,7 +31,8 @@ def received(n: int, rank: int) -> list[int]:
 
 
 def blocks(x: Tensor, sizes: Sequence[int], axis: int = 0) -> Sequence[Tensor]:
-    return x.split(list(sizes), axis)
+    pieces: Sequence[Tensor] = x.split_with_sizes(list(sizes), axis)
+    return pieces
 
 
 def scattered(n: int, op: Callable[[Tensor], Tensor]) -> Callable[[Sequence[Tensor]], Any]:
@@ -118,7 +119,11 @@ def test_values_and_derivatives(ranks: Pools) -> None:
                 "vmap grad": vmap(grad(loss), -1, -1)(torch.stack((x, 2 * x), -1))[..., 0],
             }
             check_adjoint(call, x, fcoll.WORLD)
-            check_adjoint(lambda x, call=call, c=c: vjp(call, x)[1](c * 2)[0] * x**2, x, fcoll.WORLD)
+
+            def pulled(x: Tensor, call: Any = call, c: Tensor = c) -> Any:
+                return vjp(call, x)[1](c)[0] * x**2
+
+            check_adjoint(pulled, x, fcoll.WORLD)
         return out
 
     for n in (2, 3):
@@ -237,7 +242,7 @@ def test_dynamic_shapes(ranks: Pools) -> None:
             if isinstance(value, int):
                 assert value <= 4, name
             else:
-                close(*value, name)
+                close(value[0], value[1], name)
         assert got["scatter, a tensor"] == 1
 
 
