@@ -13,7 +13,7 @@ import torch
 import fcoll
 
 PACKAGE = pathlib.Path(fcoll.__file__).parent
-MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
+MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
 
 # From top to bottom: a module imports from those below it only. Modules on one line do not know each other.
 LAYERS: list[set[str]] = [
@@ -27,6 +27,7 @@ LAYERS: list[set[str]] = [
 FORBIDDEN = {  # module -> what it must not import, even though it stands below
     "functional": {"primitives", "engine"},
     "lax": {"primitives", "engine"},
+    "regions": {"primitives", "engine", "bind"},
     "primitives": {"groups", "axes", "trees"},
     "engine": {"groups", "axes", "trees", "errors"},
     "axes": {"groups", "engine", "trees", "errors"},
