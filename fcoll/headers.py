@@ -8,6 +8,8 @@ code of theirs runs. A tree is written as
     a tensor                       ["tensor", dtype, kind of device, size, ...]
     list, tuple                    ["list", item, ...], ["tuple", item, ...]
     dict, OrderedDict              ["dict", [key, value], ...], ["OrderedDict", [key, value], ...]
+
+in {"tree": ..., "version": 1}; where there is none to send, {"refusal": "why", "version": 1} stands in its place.
 """
 
 from __future__ import annotations

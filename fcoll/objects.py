@@ -20,7 +20,7 @@ from torch import Tensor
 from fcoll import _torch, groups, headers, recorder
 from fcoll.calls import Call
 from fcoll.errors import fail
-from fcoll.functional import all_gather, broadcast
+from fcoll.functional import all_gather, all_reduce, broadcast
 from fcoll.groups import GroupLike
 from fcoll.headers import Header, Malformed, Unfit
 
@@ -163,7 +163,9 @@ class _Exchange:
             fail("value", text, function)
         process = groups.process_of(call.axis.layout)
         self.function, self.group, self.every = function, group, every
-        self.here = process.here()
+        self.n, self.here = process.n, process.here()
+        if every:
+            call._even()
         self.sources = list(range(process.n)) if every else [call.root("src", src)]
         self.devices = [each.split(":")[0] for each in dist.get_backend_config(process.group()).split(",")]
         self.problem: tuple[str, str] | None = None  # the kind of error, and its text
@@ -241,7 +243,9 @@ class _Exchange:
 
     def _agree(self) -> None:
         """Raise if something is wrong on any rank."""
-        bad = all_gather(torch.tensor(self.problem is not None, device=self._device("cpu")), self.group, tiled=False)
+        bad = torch.zeros(self.n, dtype=torch.int64, device=self._device("cpu"))
+        bad[self.here] = self.problem is not None
+        bad = all_reduce(bad, self.group)
         if self.problem is not None:
             kind, text = self.problem
             fail(kind, "{}: {}", self.function, text)

@@ -31,6 +31,9 @@ FORBIDDEN = {  # module -> what it must not import, even though it stands below
     "primitives": {"groups", "axes", "trees"},
     "engine": {"groups", "axes", "trees", "errors"},
     "axes": {"groups", "engine", "trees", "errors"},
+    "objects": {"bind", "primitives", "engine"},
+    "headers": set(MODULES),  # bytes and trees, nothing else
+    "_rank": set(MODULES),  # the fork server imports it
 }
 TESTS_ONLY = {"testing"}
 

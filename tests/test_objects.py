@@ -327,6 +327,24 @@ def test_the_order_of_a_group(ranks: Pools) -> None:
     ranks(3).run(f)
 
 
+def test_subgroups(ranks: Pools) -> None:
+    def f() -> list[Any]:
+        pairs, uneven = (fcoll.subgroups(fcoll.WORLD, each) for each in ([[2, 0], [1, 3]], [[0, 1], [2], [3]]))
+        rank = dist.get_rank()
+        return [
+            fcoll.broadcast_tree(rank, pairs, 1),
+            fcoll.all_gather_tree(rank, pairs),
+            fcoll.broadcast_tree(rank, uneven),
+            failure(lambda: fcoll.all_gather_tree(rank, uneven)),
+        ]
+
+    for rank, (root, pair, first, uneven) in enumerate(ranks(4).run(f)):
+        assert (root, pair) == ((0, [2, 0]) if rank in (0, 2) else (3, [1, 3]))
+        assert first == (0, 0, 2, 3)[rank]
+        assert uneven.startswith("CollectiveValueError: all_gather_tree: the subgroups of ")
+        assert uneven.endswith(" have different sizes")
+
+
 def test_three_messages_whatever_the_number_of_tensors(ranks: Pools) -> None:
     def f() -> int:
         calls = []
