@@ -28,6 +28,8 @@ TOPICS = {
     "leaves": "Many leaves",
     "messages": "Messages of 4 MiB",
     "small": "Small messages",
+    "lowerings": "Ways of a message on gloo",
+    "overlap": "Communication beside computation",
     "compiled": "Compiled, on process groups",
     "programs": "Compiled programs on an emulated axis",
     "emulated": "Eager calls on an emulated axis",

@@ -161,7 +161,9 @@ def unbatch(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
 
 def batch(x: torch.Tensor, axis: int, level: int) -> torch.Tensor:
     """The tensor that the vmap of that level sees, if it maps `axis`."""
-    mapped: torch.Tensor = _functorch._add_batch_dim(x, axis, level)
+    from torch._functorch.predispatch import _add_batch_dim  # the one that torch.export records
+
+    mapped: torch.Tensor = _add_batch_dim(x, axis, level)
     return mapped
 
 
@@ -189,6 +191,14 @@ def possible(condition: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 
     return bool(guard_or_true(condition))
+
+
+def holds(condition: Any) -> bool:
+    """Whether `condition` holds; where nobody can know it yet, it is asserted when the graph runs."""
+    if not possible(condition):
+        return False
+    torch._check(condition)  # documented, whatever it is called
+    return True
 
 
 def in_a_batch(x: torch.Tensor) -> bool:

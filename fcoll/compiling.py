@@ -103,9 +103,15 @@ _NAMES = (
     "fcoll.bind._apply",
     "fcoll.errors.fail",
     "fcoll.maps.replicated",
+    "fcoll.p2p._no_forward_mode",
+    "fcoll.p2p._recv",
+    "fcoll.p2p._send",
+    "fcoll.p2p._tie",
+    "fcoll.p2p._wait",
     "fcoll.passage._begin_in_graph",
     "fcoll.passage._end_in_graph",
     "fcoll.replication._in_graph",
+    "fcoll.regions._scaled",
     "fcoll.sharding.share",
 )
 """The functions that graphs hold by name."""

@@ -301,6 +301,8 @@ def test_messages_of_every_other_collective(world: Any) -> None:
     """Of those that are not listed above: at most one message each way."""
     listed = {name.split()[0] for name in MESSAGES}
     assert listed <= set(fcoll.functional.__all__)
+    # log2 n of them, one of which the fake backend does not let a rank receive; and one for the offsets
+    listed |= {"prefix_sum", "ragged_all_to_all"}
     for row in DIFFERENTIABLE:
         if row.name.split()[0] not in listed:
             forward, backward = messages(row.on(world), row.inputs(4)[0].requires_grad_())
@@ -471,18 +473,27 @@ class Sine(torch.autograd.Function):
 EXPORT = """
 import sys; sys.path.insert(0, "tests")
 import torch, test_fcoll_compile as t
-found = []
-for f in (t.vmap(t.Sine.apply), t.mapped(t.double)):
-    try:
-        torch.export.export(t.Module(f), (torch.ones(4),))
-    except AssertionError as error:
-        found.append("Current active mode" in str(error))
-print(found)
+try:
+    torch.export.export(t.Module(t.vmap(t.Sine.apply)), (torch.ones(4),))
+except AssertionError as error:
+    print("Current active mode" in str(error))
 """
 
 
+def test_an_emulated_axis_can_be_exported() -> None:
+    def f(x: Tensor) -> Any:
+        once = fcoll.all_reduce(x, "i", invariant=True)
+        return fcoll.vary(x, "i") * fcoll.all_reduce(x, "i", "max"), once + fcoll.shift(x, "i"), fcoll.axis_index("i")
+
+    x, other = draw((4, 3)), draw((4, 3), 2)
+    mesh = fcoll.virtual_mesh(i=4)
+    over = fcoll.shard_map(lambda x: fcoll.all_reduce(x, "i"), mesh, fcoll.P("i"), fcoll.P(), check=False)
+    for g in (mapped(f), over):
+        close(torch.export.export(Module(g), (x,), strict=False).module()(other), g(other))
+
+
 def test_torch_cannot_export_a_function_in_a_transform() -> None:
-    """Whose Function it is does not matter. In a process of its own: the failure leaves torch's modes in disorder."""
+    """Any Function, whosever it is. In a process of its own: the failure leaves torch's modes in disorder."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", EXPORT], cwd=ROOT, env=env, text=True, capture_output=True, timeout=100)
-    assert run.stdout == "[True, True]\n", run.stderr
+    assert run.stdout == "True\n", run.stderr
