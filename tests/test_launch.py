@@ -183,7 +183,7 @@ def test_what_a_rank_has_started_ends_with_it(dies: bool, tmp_path: pathlib.Path
         time.sleep(0.01)
 
 
-@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.usefixtures("nothing_left", "impatient")
 def test_the_rank_that_failed_first_is_named() -> None:
     def f() -> None:
         if dist.get_rank() == 1:
