@@ -20,6 +20,7 @@ from torch import Tensor
 from fcoll import functional, trees
 from fcoll.errors import fail
 from fcoll.groups import GroupLike, subgroups
+from fcoll.uneven import Sizes
 
 __all__ = [
     "all_gather",
@@ -37,6 +38,7 @@ __all__ = [
     "psum_scatter",
     "pswapaxes",
     "pvary",
+    "ragged_all_to_all",
 ]
 
 Tree = TypeVar("Tree")
@@ -64,7 +66,8 @@ def psum(x: Tree, axis_name: AxisName, *, axis_index_groups: Groups = None) -> T
     """
     sums: Tree = _reduced(
         "psum", "sum", x, axis_name, axis_index_groups,
-        before=_as_sum, over=_sum, number=lambda value, n: value * n,
+        before=lambda x: x.to(torch.int32) if x.dtype == torch.bool else x,
+        over=lambda x, array_axes: x.sum(array_axes, dtype=x.dtype), number=lambda value, n: value * n,
     )  # fmt: skip
     return sums
 
@@ -334,6 +337,22 @@ def psum_scatter(
     return functional.reduce_scatter(x, group, scatter_dimension, tiled=tiled)
 
 
+def ragged_all_to_all(
+    operand: Tree, output: Tree, input_offsets: Sizes, send_sizes: Sizes, output_offsets: Sizes, recv_sizes: Sizes,
+    *, axis_name: AxisName, axis_index_groups: Groups = None,
+) -> Tree:  # fmt: skip
+    """`fcoll.ragged_all_to_all`: send some rows to each rank, which finds them where the sender wants them.
+
+    Example:
+        >>> x, size = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[0, 2], [1, 0]])
+        >>> f = lambda x, size, back: lax.ragged_all_to_all(x, 0 * x, [0, 0], size, [0, 0], back, axis_name="i")
+        >>> fcoll.vmap(f, axis_name="i")(x, size, size.T).tolist()
+        [[3, 0], [1, 2]]
+    """
+    group = _group("ragged_all_to_all", axis_name, axis_index_groups, even=True)
+    return functional.ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, group)
+
+
 def axis_index(axis_name: AxisName) -> Tensor:
     """This rank's index, a 0-d int32 tensor; of several names the first counts most.
 
@@ -467,14 +486,6 @@ def _checked_axes(function: str, x: Any, i: int, leaf: Any, array_axes: tuple[in
         if not -len(shape) <= axis < len(shape):
             fail("value", "{}: {} has shape {}: no axis {} to reduce", function, trees.path(x, i, "x"), shape, axis)
     return array_axes
-
-
-def _sum(x: Tensor, array_axes: tuple[int, ...]) -> Tensor:
-    return x.sum(array_axes, dtype=x.dtype)
-
-
-def _as_sum(x: Tensor) -> Tensor:
-    return x.to(torch.int32) if x.dtype == torch.bool else x
 
 
 def _as_mean(x: Tensor) -> Tensor:

@@ -169,19 +169,17 @@ def _listed(call: Call[Any], name: str, sizes: Sizes) -> list[int]:
     if len(listed) != n:
         fail("value", "{}: {} are {} numbers for the {} ranks of {}", function, name, len(listed), n, call.axis.label)
     for size in listed:
-        if not _torch.possible(size >= 0):
+        if not _torch.holds(size >= 0):
             fail("value", "{}: {} are not negative, got {}", function, name, listed)
-        torch._check(size >= 0)
     listed = [size if _torch.possible(size != 0) else 0 for size in listed]  # for torch's solver, as shapes do
     if not call.axis.layout.process:
         for size in listed:
-            if not _torch.possible(size == listed[0]):
+            if not _torch.holds(size == listed[0]):
                 fail(
                     "value",
                     "{}: {}={}, but all ranks of {}, which is emulated, have one shape; pad, or use ragged_all_to_all",
                     function, name, listed, call.axis.label,
                 )  # fmt: skip
-            torch._check(size == listed[0])
     return listed
 
 
@@ -194,7 +192,7 @@ def _exchanged(call: Call[Any], sizes: list[int]) -> list[int]:
         return sizes
     listed: list[int] = told.tolist()
     for size in listed:
-        torch._check(size >= 0)
+        _torch.holds(size >= 0)  # which a compiled graph does not know
     return listed
 
 
@@ -206,9 +204,8 @@ def _add_up(call: Call[Any], i: int, name: str, sizes: list[int], axis: str, at:
 
 
 def _require(condition: bool, call: Call[Any], i: int, template: str, *details: object) -> None:
-    if not _torch.possible(condition):
+    if not _torch.holds(condition):
         call.fail(i, "value", template, *details)
-    torch._check(condition)
 
 
 def _here(call: Call[Any]) -> int:

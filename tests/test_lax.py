@@ -33,6 +33,8 @@ SIGNATURES = {  # of JAX 0.10; pvary as JAX had it before pcast
     "axis_size": "(axis_name)",
     "pcast": "(x, axis_name, *, to)",
     "pvary": "(x, axis_name)",
+    "ragged_all_to_all": "(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name, "
+    "axis_index_groups=None)",
 }
 
 

@@ -114,6 +114,45 @@ def test_batched_knows_the_innermost_vmap() -> None:
     assert not any(seen)  # the innermost level is the gradient's
 
 
+def test_in_a_batch_knows_every_vmap() -> None:
+    seen: list[bool] = []
+
+    def inner(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        seen.extend([_torch.in_a_batch(x), _torch.in_a_batch(y), _torch.in_a_batch(z)])
+        return x * z
+
+    def outer(y: Tensor) -> Tensor:
+        return torch.func.vmap(lambda x: torch.func.grad(lambda z: inner(x, y, z))(torch.ones(())))(torch.ones(2))
+
+    torch.func.vmap(outer)(torch.ones(3))
+    assert seen == [True, True, False]
+
+
+def test_possible_and_holds_of_what_nobody_knows() -> None:
+    """A size that comes out of a tensor may be anything, and no graph is tied to it; what must hold is asserted."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def f(x: Tensor, sizes: Tensor) -> tuple[Tensor, list[bool]]:
+        size, rows = sizes.tolist()[0], x.shape[0]
+        may_be = [_torch.possible(size == 3), _torch.possible(rows == 2), _torch.possible(rows == 5)]
+        return x.new_zeros(size), [*may_be, _torch.holds(size >= 3), _torch.holds(rows == 5)]
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        run: Any = torch.compile(f, fullgraph=True, backend=backend)
+        for size in (3, 4):
+            y, seen = run(torch.ones(2), torch.tensor([size]))
+            assert len(y) == size
+            assert seen == [True, True, False, True, False]
+        with pytest.raises(RuntimeError, match="Runtime assertion failed"):
+            run(torch.ones(2), torch.tensor([2]))
+    assert len(graphs) == 1
+    assert [_torch.possible(True), _torch.possible(False), _torch.holds(True), _torch.holds(False)] == [True, False] * 2
+
+
 def test_level_counts_transforms() -> None:
     seen: list[int] = []
 
