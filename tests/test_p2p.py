@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +133,47 @@ def test_against_dense(name: str, n: int, compiled: bool, ranks: Pools) -> None:
     for way in set(got[0]) - {"value", "vmap"}:
         want = gradients if "vmap" in way else second if way in ("second", "twice backward") else grad(dense)(xs)
         close(torch.stack([mine[way] for mine in got]), want, way)
+
+
+def relay(schedule: list[tuple[int, int]], w: Tensor) -> Any:
+    """Messages as scheduled, each of which its receiver mixes into its state; all final states count."""
+    rank, h, token = dist.get_rank(), w, fcoll.token(w)
+    for source, destination in schedule:
+        if rank == source:
+            token = fcoll.send(h, fcoll.WORLD, destination, token)
+        elif rank == destination:
+            y, token = fcoll.recv(h, fcoll.WORLD, source, token)
+            h = torch.tanh(h * w + y)
+    return fcoll.after((h**2 * (rank + 1)).sum(), token)
+
+
+def relay_dense(schedule: list[tuple[int, int]], ws: Tensor) -> Tensor:
+    hs = list(ws)
+    for source, destination in schedule:
+        hs[destination] = torch.tanh(hs[destination] * ws[destination] + hs[source])
+    total = torch.zeros((), dtype=ws.dtype)
+    for rank, h in enumerate(hs):
+        total = total + (h**2 * (rank + 1)).sum()
+    return total
+
+
+def test_any_schedule(ranks: Pools) -> None:
+    """Gradients and second derivatives of messages between random pairs: backward is the reverse of any order."""
+    generator, n, xs = random.Random(0), 4, draw((4, 2))
+    pairs = [(s, d) for s in range(n) for d in range(n) if s != d]
+    schedules = [[generator.choice(pairs) for _ in range(length)] for length in (3, 6, 12, 12)]
+    v = direction * torch.arange(1.0, n + 1).view(n, 1)
+
+    def f() -> list[Any]:
+        rank = dist.get_rank()
+        programs = [functools.partial(relay, schedule) for schedule in schedules]
+        return [(backward(g, xs[rank]), along(g, direction * (rank + 1))(xs[rank])) for g in programs]
+
+    got = ranks(n).run(f)
+    for i, schedule in enumerate(schedules):
+        dense = functools.partial(relay_dense, schedule)
+        close(torch.stack([mine[i][0] for mine in got]), grad(dense)(xs), schedule)
+        close(torch.stack([mine[i][1] for mine in got]), along(dense, v)(xs), schedule)
 
 
 def test_inductor_keeps_the_messages(ranks: Pools) -> None:
