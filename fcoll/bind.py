@@ -124,7 +124,7 @@ class _Bind(torch.autograd.Function):
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
         name, params, layout, saves, _ = ctx.kept
         record = PRIMITIVES[name]
-        saved = ctx.saved_tensors if saves else ()
+        saved: tuple[Tensor, ...] = ctx.saved_tensors if saves else ()
         if record.transpose:
             return _again(tangent, name, params, layout, *saved)
         x, y, *tokens = saved
@@ -160,6 +160,7 @@ def _vmap(dims: tuple[int | None, ...], x: Tensor, static: _Static, *tokens: Ten
     stacked = _stacked(layout)
     here = [i for i, dim in enumerate(token_dims) if dim is not None]
     if not here:
+        assert x_dim is not None
         x = x.movedim(x_dim, stacked)
         y = _applied(x, _Static(name, record.shift(params), layout), *tokens)
         return y, 0 if tokens and _once(record, layout) else stacked
@@ -199,7 +200,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> tuple[Tensor, .
 
 def _backward(ctx: Any, cotangent: Tensor) -> Any:
     name, params, layout, saves, source = ctx.kept
-    record, saved = PRIMITIVES[name], ctx.saved_tensors if saves else ()
+    record = PRIMITIVES[name]
+    saved: tuple[Tensor, ...] = ctx.saved_tensors if saves else ()
     with recorder.derivative(source, record.wire or name):
         if record.transpose:
             name, *params = record.transpose(*params)

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcoll import _torch
-from fcoll.lowering import choose
+from fcoll import _torch, lowering
 from fcoll.wire import movable, reducible, same
 
 _c10d = torch.ops._c10d_functional
@@ -151,7 +150,7 @@ def all_reduce(x: Tensor, op: str, process: Process) -> Flight:
         wire, back = reducible(x, op)
         return _traced(_c10d.all_reduce(_torch.unknown(wire.contiguous()), _NAMES[op], process.name), back)
     group = process.group()
-    how = choose("extremum" if op in ("max", "min") else "all_reduce", x, process.n, group)
+    how = lowering.choose("extremum" if op in ("max", "min") else "all_reduce", x, process.n, group)
     if how == "gather, reduce":
         return all_gather(x, process).then(_REDUCE[op])
     if how and not process.overlap:
@@ -179,7 +178,7 @@ def all_gather(x: Tensor, process: Process) -> Flight:
         wire = _torch.unknown(wire.unsqueeze(0))
         return _traced(_c10d.all_gather_into_tensor(wire, n, process.name), back).then(_from_ranks(process))
     group = process.group()
-    how = choose("all_gather", x, n, group)
+    how = lowering.choose("all_gather", x, n, group)
     if how == "exchange":
         return exchange(x.expand(n, *x.shape), (), (), process).then(_from_ranks(process))
     wire, back = movable(x)
@@ -196,7 +195,7 @@ def all_gather(x: Tensor, process: Process) -> Flight:
 def reduce_scatter(blocks: Tensor, process: Process) -> Flight:
     """Sum block r of every rank onto rank r."""
     traced, group = _torch.tracing(blocks), process.group
-    if not traced and choose("reduce_scatter", blocks, process.n, group()):
+    if not traced and lowering.choose("reduce_scatter", blocks, process.n, group()):
         return all_to_all(blocks, process).then(_REDUCE["sum"])
     wire, back = reducible(_to_ranks(blocks, process), "sum")
     wire = wire.contiguous()
@@ -222,7 +221,7 @@ def broadcast(x: Tensor, src: int, process: Process) -> Flight:
     group = process.group()
     here = group.rank() == root
     buffer = wire.clone() if here else torch.empty_like(wire)
-    if not choose("broadcast", x, process.n, group):
+    if not lowering.choose("broadcast", x, process.n, group):
         return Flight(buffer, (group.broadcast(buffer, root),), back)
     if here:
         return Flight(buffer, _direct(group, [(buffer, rank) for _, rank in _others(process)[1]], []), back)
@@ -234,7 +233,7 @@ def reduce(x: Tensor, dst: int, process: Process) -> Flight:
     if _torch.tracing(x):
         return all_reduce(x, "sum", process).then(lambda y: at_root(y, dst, process))
     group = process.group()
-    if choose("reduce", x, process.n, group):
+    if lowering.choose("reduce", x, process.n, group):
         flight, here = _to_root(x, dst, process)
         return flight.then(_REDUCE["sum"] if here else lambda _: zeros(x, x.shape))
     wire, back = reducible(x, "sum")
@@ -258,7 +257,7 @@ def _to_root(x: Tensor, dst: int, process: Process) -> tuple[Flight, bool]:
         flight = exchange(x.unsqueeze(0), send, [int(here)] * n, process)
         return flight.then(_from_ranks(process)) if here else flight, here
     group = process.group()
-    direct = choose("gather", x, n, group)
+    direct = lowering.choose("gather", x, n, group)
     wire, back = movable(x)
     if group.rank() != root:
         works = (
@@ -284,7 +283,7 @@ def scatter(blocks: Tensor, src: int, process: Process) -> Flight:
         rows = _to_ranks(blocks, process) if here else blocks[:0]
         return exchange(rows, [int(here)] * n, receive, process).then(_only)
     group = process.group()
-    direct = choose("scatter", blocks, n, group, blocks.nbytes // n)
+    direct = lowering.choose("scatter", blocks, n, group, blocks.nbytes // n)
     if group.rank() != root:
         wire, back = movable(blocks[src])  # of which only the shape matters
         block = torch.empty_like(wire)
@@ -299,8 +298,8 @@ def scatter(blocks: Tensor, src: int, process: Process) -> Flight:
         works = _direct(group, [(wire[q], rank) for q, rank in _others(process)[1]], [])
         return Flight(wire[src].clone(), works, back)
     block = torch.empty_like(wire[src])
-    rows = list(_to_ranks(wire, process).unbind(0))
-    return Flight(block, (group.scatter([block], [rows], _rooted(dist.ScatterOptions, root)),), back)
+    own = list(_to_ranks(wire, process).unbind(0))
+    return Flight(block, (group.scatter([block], [own], _rooted(dist.ScatterOptions, root)),), back)
 
 
 def permute(x: Tensor, perm: Sequence[tuple[int, int]], process: Process) -> Flight:
@@ -312,7 +311,7 @@ def permute(x: Tensor, perm: Sequence[tuple[int, int]], process: Process) -> Fli
     def arrived(y: Tensor) -> Tensor:
         return y if source else zeros(x, x.shape)
 
-    if not _torch.tracing(x) and _one_way(perm) and choose("permute", x, process.n, group := process.group()):
+    if not _torch.tracing(x) and _one_way(perm) and lowering.choose("permute", x, process.n, group := process.group()):
         wire, back = movable(x)
         if to == source:  # to itself
             return Flight(wire.clone(), (), back).then(arrived)

@@ -129,8 +129,8 @@ def _resolved(function: str, group: Any) -> Axis:
                 function, axis.label, axis.n, str(group.partition),
             )  # fmt: skip
         if axis.layout.process:  # the names of a mesh of processes: each subgroup is a process group of its own
-            parent = process_of(axis.layout)
-            own = Process(*_own_subgroup(parent.name, parent.n, parent.order, group.partition))
+            whole = process_of(axis.layout)
+            own = Process(*_own_subgroup(whole.name, whole.n, whole.order, group.partition))
             axis = _of_process(own, axis.label, axis.layout.outside)
             return axis._replace(layout=axis.layout._replace(subgroups=sizes))
         return axis._replace(layout=axis.layout._replace(partition=group.partition, subgroups=sizes))
