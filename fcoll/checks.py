@@ -203,8 +203,8 @@ def _arguments(function: str) -> dict[str, Any]:
         found = frame if frame.f_code.co_name == function else found
         frame = frame.f_back
     count = found.f_code.co_argcount + found.f_code.co_kwonlyargcount
-    names = found.f_code.co_varnames[:count]
-    return {name: found.f_locals[name] for name in names if name not in ("tree", "group")}
+    names = found.f_code.co_varnames[1:count]  # what comes first is sent
+    return {name: found.f_locals[name] for name in names if name != "group"}
 
 
 _HERE = os.path.dirname(__file__) + os.sep

@@ -276,9 +276,20 @@ def uneven_under_check(rank: int) -> None:
         close(rows.grad, torch.full_like(rows, 8.0))
 
 
+def what_one_rank_knows(rank: int) -> None:
+    """Contents may differ, and so may trees and objects that travel with a description."""
+    only = {"a": torch.ones(3)} if rank == 0 else None
+    close(fcoll.broadcast_tree(only, W), {"a": torch.ones(3)})
+    assert fcoll.all_gather_object("x" * rank, W) == ["", "x"]
+    fcoll.ragged_all_to_all(torch.ones(2 + rank), torch.zeros(2), [0, 1], [1, 1], [rank, rank], [1, 1], W)
+    close(fcoll.wait(fcoll.start(fcoll.all_gather, torch.tensor([rank]), W)), torch.tensor([0, 1]))
+    fcoll.barrier(W)
+
+
 def good(rank: int) -> Any:
     with fcoll.checked(timeout=20):
         text = invariant(rank)
+        what_one_rank_knows(rank)
         gradients = remedies(rank)
         assert told(lambda: constant_on_one(rank)) or dist.get_rank() < 0
         fcoll.all_reduce(torch.ones(1), W)
