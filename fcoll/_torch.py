@@ -102,7 +102,7 @@ def unknown(x: torch.Tensor) -> torch.Tensor:
 
 
 def traced_lines() -> list[tuple[str, int]]:
-    """While a compiler traces: the files and lines of the program that lead to the operation at hand, innermost last."""
+    """While a compiler traces: files and lines of the program that lead to the operation at hand, innermost last."""
     if _len_torch_dispatch_stack() == 0:
         return []
     from torch.fx import traceback

@@ -24,6 +24,12 @@ NAMES = [
     "torch._C._functorch.is_batchedtensor",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.get_unwrapped",
+    "torch._C._functorch.unwrap_if_dead",
+    "torch._C._functorch._unwrap_batched",
+    "torch._C._functorch.pop_dynamic_layer_stack",
+    "torch._C._functorch.push_dynamic_layer_stack",
+    "torch._C._functorch.TransformType",
+    "torch._functorch.predispatch._add_batch_dim",
     "torch._C._len_torch_dispatch_stack",
     "torch.autograd.forward_ad._current_level",
     "torch.distributed.distributed_c10d._resolve_process_group",
@@ -47,11 +53,35 @@ NAMES = [
 ]
 
 
+def test_the_rule_of_a_vmap_can_be_applied_by_hand() -> None:
+    """Down a level, what is saved in a transform that has ended included, and up again."""
+    assert _torch.vmap_level() is None
+    seen: list[Any] = []
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        level = _torch.vmap_level()
+        assert level is not None
+        kept: list[Tensor] = []
+        torch.func.grad(lambda z: kept.append(z * 1) or z.sum())(x)  # type: ignore[func-returns-value]
+        torch.func.grad(lambda z: seen.append(_torch.vmap_level()) or z.sum())(x)  # type: ignore[func-returns-value]
+        (a, dim), (b, none), (c, other) = (_torch.unbatch(value, level) for value in (x, y, kept[0]))
+        with _torch.below():
+            seen.extend([_torch.vmap_level(), dim, none, other is not None, a.shape, c.numel()])
+            total = a.movedim(dim or 0, 0).sum(0) * b
+        return _torch.batch(torch.stack([total, 2 * total]), 0, level)
+
+    x = torch.arange(6.0).view(3, 2)
+    y: Tensor = torch.func.vmap(f, in_dims=(1, None))(x, torch.tensor(10.0))
+    assert seen == [None, None, 1, None, True, x.shape, 6]
+    assert y.tolist() == [[10 * v for v in x.sum(1).tolist()], [20 * v for v in x.sum(1).tolist()]]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_name_exists(name: str) -> None:
     __import__("torch._inductor.config")
     __import__("torch._dynamo.exc")
     __import__("torch._functorch.pyfunctorch")
+    __import__("torch._functorch.predispatch")
     __import__("torch._library.effects")
     found: Any = torch
     for part in name.split(".")[1:]:
