@@ -16,6 +16,7 @@ dtype that the collective is not defined for, `NameError` for an unbound axis na
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -87,7 +88,8 @@ def all_reduce(
     call = Call("all_reduce", tree, group)
     call.check_op(op)
     if scalars.mixed(call):
-        return scalars.all_reduce(call, op, lambda xs: all_reduce(xs, group, op, invariant=invariant))
+        again = functools.partial(all_reduce, group=group, op=op, invariant=invariant, bucket_size=bucket_size)
+        return scalars.all_reduce(call, op, again)
     suffix = "_invariant" if invariant and op not in ("any", "all") else ""
     return call.run_elementwise(RECORDS[op] + suffix, op, bucket_size=call.bucket_size(bucket_size))
 
@@ -127,9 +129,8 @@ def all_gather(
         tensor([1, 2])
     """
     if sizes is not None:
-        return uneven.all_gather(
-            tree, group, axis, tiled, sizes, lambda xs: all_gather(xs, group, tiled=False, invariant=invariant)
-        )
+        stack = functools.partial(all_gather, group=group, tiled=False, invariant=invariant, bucket_size=bucket_size)
+        return uneven.all_gather(tree, group, axis, tiled, sizes, stack)
     call = Call("all_gather", tree, group)
     params = [(call.axis_of(i, "axis", axis, inserted=not tiled), tiled) for i in call.indices]
     fused = Fused(0, (0, False), None, lambda y, own: join_blocks(y, *own), call.bucket_size(bucket_size))
@@ -171,7 +172,7 @@ def reduce_scatter(
                 [4, 6]])
     """
     if sizes is not None:
-        return uneven.reduce_scatter(tree, group, axis, op, tiled, sizes)
+        return uneven.reduce_scatter(tree, group, axis, op, tiled, sizes, bucket_size)
     call = Call("reduce_scatter", tree, group)
     call.check_op(op, among=("sum", "mean", "max", "min"))
     axes = [call.blocks_of(i, "axis", axis, tiled) for i in call.indices]

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from fcoll import _torch, recorder
 from fcoll.bind import bind
-from fcoll.calls import Call
+from fcoll.calls import Call, Fused
 from fcoll.engine import Process
 from fcoll.errors import fail
 from fcoll.groups import GroupLike
+from fcoll.primitives import Params
 
 Tree = TypeVar("Tree")
 Sizes: TypeAlias = "Sequence[int] | Tensor"
@@ -71,7 +72,9 @@ def all_gather(
     return call.rebuild([cut(stack, a) for stack, a in zip(stacks, axes, strict=True)])
 
 
-def reduce_scatter(tree: Tree, group: GroupLike, axis: int, op: str, tiled: bool, sizes: Sizes) -> Tree:
+def reduce_scatter(
+    tree: Tree, group: GroupLike, axis: int, op: str, tiled: bool, sizes: Sizes, bucket_size: int
+) -> Tree:
     """See functional.reduce_scatter."""
     _check_tiled("reduce_scatter", "sizes", tiled)
     call = Call("reduce_scatter", tree, group)
@@ -80,18 +83,25 @@ def reduce_scatter(tree: Tree, group: GroupLike, axis: int, op: str, tiled: bool
     listed = _listed(call, "sizes", sizes)
     for i, a in enumerate(axes):
         _add_up(call, i, "sizes", listed, "axis", axis, call.leaves[i].shape[a])
-    n, own = call.axis.n, listed[_here(call)]
+    n, size = call.axis.n, listed[_here(call)]
 
-    def each(x: Tensor, a: int) -> Tensor:  # each rank reduces what it received
-        received = bind("all_to_all_uneven", x, call.axis, a, a, tuple(listed), (own,) * n)
-        blocks: Tensor = received.unflatten(a, (n, own))
+    def reduced(received: Tensor, own: Params, dtype: torch.dtype) -> Tensor:  # each rank reduces what it has received
+        blocks: Tensor = received.unflatten(own[0], (n, size))
         if op in ("max", "min"):
-            return blocks.amax(a) if op == "max" else blocks.amin(a)
-        half = x.dtype in (torch.float16, torch.bfloat16)  # of which a sum may overflow where the mean does not
-        total = blocks.sum(a, dtype=torch.float32 if half else x.dtype)
-        return (total / n if op == "mean" else total).to(x.dtype)
+            return blocks.amax(own[0]) if op == "max" else blocks.amin(own[0])
+        half = dtype in (torch.float16, torch.bfloat16)  # of which a sum may overflow where the mean does not
+        total = blocks.sum(own[0], dtype=torch.float32 if half else dtype)
+        return (total / n if op == "mean" else total).to(dtype)
 
-    return call.rebuild([each(x, a) for x, a in zip(call.leaves, axes, strict=True)])
+    def cut(x: Tensor, own: Params) -> Tensor:
+        return x.movedim(own[0], 0)
+
+    def finish(y: Tensor, own: Params) -> Tensor:
+        return y.movedim(0, own[0])
+
+    ends = tuple(listed), (size,) * n
+    fused = Fused(1, (0, 0, *ends), cut, finish, call.bucket_size(bucket_size))
+    return call.run("all_to_all_uneven", [(a, a, *ends) for a in axes], fused, after=reduced)
 
 
 def all_to_all(

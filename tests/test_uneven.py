@@ -255,9 +255,13 @@ def test_a_tree_has_one_size_for_all_leaves(ranks: Pools) -> None:
             "gathered": fcoll.all_gather(tree, group, sizes=(3, 2)),
             "exchanged": fcoll.all_gather(tree, group, sizes="exchange"),
             "scattered": fcoll.reduce_scatter(whole, group, sizes=torch.tensor([1, 4])),
+            "along -1": fcoll.reduce_scatter([torch.ones(2, 5), torch.arange(5.0)], group, -1, "mean", sizes=[1, 4]),
             "sent": fcoll.all_to_all(whole, group, send_sizes=[3, 2] if rank else [1, 4]),
             "invariant": grad(lambda x: (fcoll.all_gather(x, group, sizes=[3, 2], invariant=True) ** 2).sum())(
                 tree["a"]
+            ),
+            "small leaves together": len(
+                fcoll.trace(lambda x: fcoll.reduce_scatter([x, 2 * x], group, 0, "max", sizes=[1, 4]))(whole["a"])
             ),
             "messages": len(fcoll.trace(lambda x: fcoll.all_gather(x, group, sizes="exchange"))(tree["a"])),
             "vmapped": vmap(lambda x: fcoll.all_gather(x, group, sizes=(3, 0)), 1)(torch.ones(3 * rank, 2)),
@@ -271,11 +275,13 @@ def test_a_tree_has_one_size_for_all_leaves(ranks: Pools) -> None:
         close(got["exchanged"], got["gathered"])
         rows = [0] if rank else [1, 2, 3, 4]
         close(got["scattered"], {"a": 2.0 * torch.tensor(rows), "b": 2 * torch.arange(10).view(5, 2)[rows]})
+        close(got["along -1"], [torch.ones(2, len(rows)), 1.0 * torch.tensor(rows)])
         rows = [0, 1, 2, 0] if rank else [3, 4, 1, 2, 3, 4]
         close(got["sent"], {"a": 1.0 * torch.tensor(rows), "b": torch.arange(10).view(5, 2)[rows]})
         close(got["invariant"], 2.0 * torch.full((2 + rank, 1), rank))
         assert torch.equal(got["vmapped"], torch.ones(2, 3))  # where one rank's rows are none
         assert got["messages"] == 2
+        assert got["small leaves together"] == 1
         assert got["no leaves"] == []
 
 
