@@ -133,12 +133,25 @@ def _join(place: Place) -> None:
 def _call(common: bytes, own: bytes) -> Any:
     f, args, filters = pickle.loads(common)
     mine = pickle.loads(own)
+    _show_globals(f)
     with warnings.catch_warnings():
         if filters:
             warnings.resetwarnings()
         for action, *rest in filters:
             warnings.filterwarnings(action, *rest)
         return f(*mine, *args)
+
+
+def _show_globals(f: Any) -> None:
+    """Let torch.compile find the globals of a function of the caller's `__main__`: it looks for them in that module."""
+    while not hasattr(f, "__globals__"):
+        inner = getattr(f, "__wrapped__", getattr(f, "func", getattr(f, "__func__", None)))
+        if inner is None:
+            return
+        f = inner
+    if f.__globals__.get("__name__") == "__main__":
+        names = {name: value for name, value in f.__globals__.items() if not name.startswith("__")}
+        vars(sys.modules["__main__"]).update(names)
 
 
 def _answer(f: Callable[..., Any], *args: Any) -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pathlib
@@ -102,6 +103,29 @@ def test_functions_of_a_notebook() -> None:
     scope: dict[str, Any] = {"__name__": "__main__"}
     exec(cells, scope)
     assert [type(box) is scope["Box"] and box.value for box in fcoll.launch(scope["f"], 2, 3)] == [6, 6]
+
+
+COMPILED = """
+import functools, torch, fcoll
+SCALE = 3.0
+def scaled(x):
+    return x * SCALE
+def loss(x):
+    return fcoll.all_reduce(scaled(x), fcoll.WORLD).sum()
+def step(x, k):
+    gradient = fcoll.compile(torch.func.grad(lambda x: k * loss(x)), backend="aot_eager")
+    return gradient(x), torch.compile(loss, fullgraph=True, backend="aot_eager")(x)
+"""
+
+
+def test_functions_of_a_notebook_can_be_compiled() -> None:
+    """torch.compile looks up the globals of a function in the module that it says it is from."""
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(COMPILED, scope)
+    for f in (scope["step"], functools.partial(scope["step"])):
+        for gradient, value in fcoll.launch(f, 2, torch.ones(2), 5.0):
+            assert gradient.tolist() == [30.0, 30.0]
+            assert value == 12.0
 
 
 def test_a_rank_may_have_processes() -> None:
