@@ -230,8 +230,10 @@ def remedies(rank: int) -> Any:
     rows = torch.ones(2 * (rank == 0), 3, requires_grad=True)
     send, receive = ([0, 2], [0, 0]) if rank == 0 else ([0, 0], [2, 0])
     fcoll.all_to_all(rows, W, send_sizes=send, recv_sizes=receive).sum().backward()
-    a, b = fcoll.all_reduce(leaf(0), W), fcoll.all_gather(leaf(0), W)
+    u, v = leaf(rank), leaf(rank)
+    a, b = fcoll.all_reduce(u, W), fcoll.all_gather(v, W)
     ((b if rank else a).sum() + 0 * (a if rank else b).sum()).backward()
+    close([u.grad, v.grad], [torch.ones(2), torch.ones(2)])
     return x.grad, rows.grad
 
 
@@ -374,7 +376,7 @@ def test_compiled_code_is_checked_too(ranks: Pools, backend: str) -> None:
     assert ours == {f"test_checks.py:{chain.__code__.co_firstlineno + 1}:"}
 
 
-def toggled(rank: int) -> tuple[int, int]:
+def toggled(rank: int, compile: Any) -> tuple[int, int]:
     torch.compiler.reset()
     counts = []
 
@@ -382,7 +384,7 @@ def toggled(rank: int) -> tuple[int, int]:
         counts.append(sum("check" in str(node.target) for node in graph.graph.nodes))
         return graph
 
-    f = torch.compile(chain, fullgraph=True, backend=count)
+    f = compile(chain, fullgraph=True, backend=count)
     for _ in range(2):
         f(torch.ones(2), "sum")
         with fcoll.checked(timeout=20):
@@ -390,8 +392,9 @@ def toggled(rank: int) -> tuple[int, int]:
     return len(counts), dist.get_rank()
 
 
-def test_turning_it_on_compiles_once_more_and_turning_it_off_not_again(ranks: Pools) -> None:
-    assert ranks(2).run(toggled, per_rank=[(0,), (1,)]) == [(2, 0), (2, 1)]
+@pytest.mark.parametrize("compile", [torch.compile, fcoll.compile], ids=["torch", "fcoll"])
+def test_turning_it_on_compiles_once_more_and_turning_it_off_not_again(ranks: Pools, compile: Any) -> None:
+    assert ranks(2).run(toggled, compile, per_rank=[(0,), (1,)]) == [(2, 0), (2, 1)]
 
 
 # ---- how often, where, at what cost
