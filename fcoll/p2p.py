@@ -269,6 +269,11 @@ def _arguments(static: _Static) -> tuple[int, Process, bool]:
     return static.peer, process_of(static.layout), bool(static.layout.check)
 
 
+def _source(static: _Static) -> str:
+    """Where the message was called for, if somebody may ask."""
+    return recorder.source() if recorder.active() or static.layout.check else ""
+
+
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, token: Tensor, static: _Static) -> Tensor:
@@ -283,7 +288,7 @@ class _Send(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, _, ctx.static = inputs
         ctx.shape, ctx.dtype, ctx.device = x.shape, x.dtype, x.device
-        ctx.source = recorder.source() if recorder.active() else ""
+        ctx.source = _source(ctx.static)
         ctx.save_for_backward(output)
 
     @staticmethod
@@ -292,7 +297,7 @@ class _Send(torch.autograd.Function):
         like = sent.new_empty((), dtype=ctx.dtype, device=ctx.device)
         if not _differentiable(like):
             return None, token, None
-        with recorder.derivative(ctx.source):
+        with recorder.derivative(ctx.source, "send"):
             x, token = _apply_recv(like.expand(ctx.shape), token + sent, ctx.static)
         return x, token, None
 
@@ -315,7 +320,7 @@ class _Recv(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.static = inputs[-1]
-        ctx.source = recorder.source() if recorder.active() else ""
+        ctx.source = _source(ctx.static)
         ctx.differentiable = _differentiable(output[0])
         if not ctx.differentiable:
             ctx.mark_non_differentiable(output[0])
@@ -324,7 +329,7 @@ class _Recv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, y: Tensor, token: Tensor) -> Any:
         if ctx.differentiable:
-            with recorder.derivative(ctx.source):
+            with recorder.derivative(ctx.source, "recv"):
                 (received,) = ctx.saved_tensors
                 token = _apply_send(y, token + received, ctx.static)
         return None, token, None

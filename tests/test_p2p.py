@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from common import Pools, close, draw, grad, hessian, jacfwd, jacrev, jvp, vjp, 
 from torch import Tensor
 
 import fcoll
+from fcoll.testing import Ranks
 
 # Two programs: there and back between the ends of a pair, and a pipeline through all ranks that returns to rank 0.
 
@@ -472,6 +475,33 @@ def test_checked_ends_that_do_not_agree(ranks: Pools) -> None:
         assert one[0] == f"{start}float32[2, 2], that one sends float32[2, 3]"
         assert one[1] == f"{start}int32[3], that one sends float32[3]"
         assert zero[2] == "tensor([1., 1.])"
+
+
+def test_a_rank_that_dies_is_a_communication_error(tmp_path: Path) -> None:
+    """In forward and in backward; the message names what failed, and of which call it is the derivative."""
+
+    def f(path: Path, receives: bool) -> None:
+        x = torch.ones(2, requires_grad=True)
+        token = fcoll.token()
+        with fcoll.checked():  # so that backward knows the line
+            if dist.get_rank() == 1:
+                if receives:
+                    fcoll.recv(x, fcoll.WORLD, 0, token)
+                os._exit(1)
+            try:
+                token = fcoll.send(x, fcoll.WORLD, 1, token)
+                fcoll.after(x.sum(), token).backward()
+            except fcoll.CommunicationError as error:
+                path.write_text(str(error))
+
+    with Ranks(2) as own:
+        for receives in (False, True):
+            path = tmp_path / str(receives)
+            with pytest.raises(RuntimeError, match="rank 1 died"):
+                own.run(f, path, receives)
+            text = path.read_text()
+            assert text.startswith("recv from 1 over" if receives else "send to 1 over"), text
+            assert ("in the backward pass of send at" in text) == receives, text
 
 
 def test_an_emulated_axis_shows_the_permute_to_write() -> None:
