@@ -107,7 +107,7 @@ def traced_lines() -> list[tuple[str, int]]:
         return []
     from torch.fx import traceback
 
-    found = re.findall(r'File "([^"]+)", line (\d+)', "".join(traceback.format_stack()))
+    found = re.findall(r'File "(.+)", line (\d+)', "".join(traceback.format_stack()))
     return [(file, int(line)) for file, line in found]
 
 
