@@ -19,8 +19,8 @@ all-gather, first axis | own block |
 all-gather, last axis | reduce-scatter |
 | reduce_scatter_last_dim_to_tensor_parallel_region(x) | `reduce_scatter_to(x, g, -1)` | reduce-scatter, last axis | \
 all-gather |
-| all_to_all_hp2sp(x), all_to_all_sp2hp(x) | `fcoll.all_to_all(x, g, split_axis, concat_axis)` | \
-all-to-all | all-to-all |
+| all_to_all_sp2hp(x) | `fcoll.all_to_all(x, g, 1, 0)` | last axis cut, first joined | first axis cut, last joined |
+| all_to_all_hp2sp(x) | `fcoll.all_to_all(x, g, 0, 1)` | first axis cut, last joined | last axis cut, first joined |
 
 Nothing here is new: `copy_to` is `fcoll.vary`, `scatter_to` is `fcoll.split`, `reduce_from` is
 `fcoll.all_reduce(invariant=True)`, `gather_from` is `fcoll.all_gather`, invariant or not, `reduce_scatter_to` is
