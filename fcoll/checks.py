@@ -212,6 +212,8 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 def _sizes(given: dict[str, Any], leaves: list[Any]) -> tuple[tuple[list[int], list[int]] | None, list[int]]:
     """Sizes that a rank sends and receives, if it says so, and the axes along which the ranks' leaves may differ."""
+    if isinstance(given.get("sizes"), Tensor) and not _torch.in_a_batch(given["sizes"]):  # its values, not its shape
+        given["sizes"] = given["sizes"].tolist()
     if given.get("sizes") is not None and "op" not in given:  # of a reduction, all leaves are cut alike
         return None, _axes(given, leaves, "axis")
     if given.get("send_sizes") is None:

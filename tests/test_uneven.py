@@ -325,6 +325,8 @@ def test_under_checks(ranks: Pools) -> None:
             (y**2).sum().backward()
             bad: list[Callable[[], Any]] = [
                 lambda: fcoll.all_gather(x.detach(), group, sizes=[2, 3 + 1 - rank]),
+                lambda: fcoll.all_gather(x.detach(), group, sizes=torch.tensor([2, 3 + 1 - rank])),
+                lambda: fcoll.reduce_scatter(torch.ones(4), group, sizes=[2 - rank, 2 + rank]),
                 lambda: fcoll.all_to_all(
                     x.detach(), group, send_sizes=[1, 1 + rank], recv_sizes=[1 + 2 * rank, 1 + rank]
                 ),
@@ -339,7 +341,7 @@ def test_under_checks(ranks: Pools) -> None:
 
     for got, told in ranks(2).run(f):
         assert got.abs().sum() > 0
-        assert len(told) == 2
+        assert len(told) == 4
 
 
 # ---- what sizes cannot be
