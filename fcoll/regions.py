@@ -1,7 +1,7 @@
 """Region pairs, by the names that people search for: where tensor- and sequence-parallel regions begin and end.
 
 Each is one collective with the gradient that its place in a model calls for. "The same everywhere" means that all ranks
-hold one value and use it in the same way, so that it counts once; f is the function here.
+hold one value and use it in the same way, so that it counts once.
 
 | Megatron-LM | here | forward | gradient |
 | --- | --- | --- | --- |
@@ -22,9 +22,10 @@ all-gather |
 | all_to_all_sp2hp(x) | `fcoll.all_to_all(x, g, 1, 0)` | last axis cut, first joined | first axis cut, last joined |
 | all_to_all_hp2sp(x) | `fcoll.all_to_all(x, g, 0, 1)` | first axis cut, last joined | last axis cut, first joined |
 
-Nothing here is new: `copy_to` is `fcoll.vary`, `scatter_to` is `fcoll.split`, `reduce_from` is
+None of these is new: `copy_to` is `fcoll.vary`, `scatter_to` is `fcoll.split`, `reduce_from` is
 `fcoll.all_reduce(invariant=True)`, `gather_from` is `fcoll.all_gather`, invariant or not, `reduce_scatter_to` is
-`fcoll.reduce_scatter`. So trees, emulated axes, torch.func and compile come along, and all raise as those do.
+`fcoll.reduce_scatter`. So trees, emulated axes, torch.func and compile come along, and all raise as those do. `scale_gradient` is for
+code that averages gradients afterwards.
 """
 
 from __future__ import annotations
