@@ -24,8 +24,8 @@ all-gather |
 
 None of these is new: `copy_to` is `fcoll.vary`, `scatter_to` is `fcoll.split`, `reduce_from` is
 `fcoll.all_reduce(invariant=True)`, `gather_from` is `fcoll.all_gather`, invariant or not, `reduce_scatter_to` is
-`fcoll.reduce_scatter`. So trees, emulated axes, torch.func and compile come along, and all raise as those do. `scale_gradient` is for
-code that averages gradients afterwards.
+`fcoll.reduce_scatter`. So trees, emulated axes, torch.func and compile come along, and all raise as those do.
+`scale_gradient` is for code that averages gradients afterwards.
 """
 
 from __future__ import annotations
