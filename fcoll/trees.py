@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import optree
+import torch
 
 from fcoll import _torch
 
@@ -15,13 +16,33 @@ NAMESPACE = "fcoll"  # for dataclasses that nobody registered; optree adds what 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """The leaves, and the structure around them. None is structure."""
-    leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    if torch.compiler.is_compiling():
+        leaves, spec = optree.tree_flatten(_boxed(tree), namespace=NAMESPACE)
+        leaves = [leaf.value if isinstance(leaf, _Box) else leaf for leaf in leaves]
+    else:
+        leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
     unknown = [kind for kind in dict.fromkeys(map(type, leaves)) if dataclasses.is_dataclass(kind)]
     if unknown:
         for kind in unknown:
             _register(kind)
         return flatten(tree)
     return leaves, spec
+
+
+class _Box:
+    """A number that Dynamo takes for no constant: it would make one of a dict of nothing but constants, and with it of
+    what optree keeps of the dict, which it cannot hold."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _boxed(tree: Any) -> Any:
+    if type(tree) is dict:
+        return {key: _boxed(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map(_boxed, tree))
+    return _Box(tree) if isinstance(tree, (bool, int, float, complex)) else tree
 
 
 def unflatten(spec: optree.PyTreeSpec, leaves: list[Any]) -> Any:
