@@ -151,7 +151,7 @@ def test_in_a_batch_knows_every_vmap() -> None:
         seen.extend([_torch.in_a_batch(x), _torch.in_a_batch(y), _torch.in_a_batch(z)])
         return x * z
 
-    def outer(y: Tensor) -> Tensor:
+    def outer(y: Tensor) -> Any:
         return torch.func.vmap(lambda x: torch.func.grad(lambda z: inner(x, y, z))(torch.ones(())))(torch.ones(2))
 
     torch.func.vmap(outer)(torch.ones(3))
