@@ -80,6 +80,7 @@ def all_reduce(
         group: the ranks.
         op: one of the above.
         invariant: the result is used in the same way on every rank, and counts once in derivatives.
+        bucket_size: how large a message of several leaves may be, in bytes.
 
     Example:
         >>> fcoll.vmap(lambda x: fcoll.all_reduce(x, "i", "max"), axis_name="i")(torch.tensor([1, 3, 2]))
@@ -90,7 +91,7 @@ def all_reduce(
     if scalars.mixed(call):
         again = functools.partial(all_reduce, group=group, op=op, invariant=invariant, bucket_size=bucket_size)
         return scalars.all_reduce(call, op, again)
-    suffix = "_invariant" if invariant and op not in ("any", "all") else ""
+    suffix = "_invariant" if call.flag("invariant", invariant) and op not in ("any", "all") else ""
     return call.run_elementwise(RECORDS[op] + suffix, op, bucket_size=call.bucket_size(bucket_size))
 
 
@@ -123,6 +124,7 @@ def all_gather(
         sizes: n numbers, or an int tensor of them: how large each rank's leaves are along `axis`, perhaps 0. Or
             "exchange": the ranks tell each other first, in one more message. x travels padded to the largest. On an
             emulated axis the sizes are equal, since all ranks have one shape.
+        bucket_size: how large a message of several leaves may be, in bytes.
 
     Example:
         >>> fcoll.vmap(lambda x: fcoll.all_gather(x, "i"), axis_name="i", out_dims=None)(torch.tensor([[1], [2]]))
@@ -130,11 +132,11 @@ def all_gather(
     """
     if sizes is not None:
         stack = functools.partial(all_gather, group=group, tiled=False, invariant=invariant, bucket_size=bucket_size)
-        return uneven.all_gather(tree, group, axis, tiled, sizes, stack)
+        return uneven.all_gather(tree, group, axis, tiled, sizes, bucket_size, stack)
     call = Call("all_gather", tree, group)
-    params = [(call.axis_of(i, "axis", axis, inserted=not tiled), tiled) for i in call.indices]
+    params = [(call.axis_of(i, "axis", axis, tiled=tiled), tiled) for i in call.indices]
     fused = Fused(0, (0, False), None, lambda y, own: join_blocks(y, *own), call.bucket_size(bucket_size))
-    return call.run("all_gather_invariant" if invariant else "all_gather", params, fused)
+    return call.run("all_gather_invariant" if call.flag("invariant", invariant) else "all_gather", params, fused)
 
 
 def reduce_scatter(
@@ -164,6 +166,7 @@ def reduce_scatter(
         tiled: keep the axis.
         sizes: n numbers, or an int tensor of them, the same on every rank: how large each rank's block is, perhaps 0.
             On an emulated axis they are equal.
+        bucket_size: how large a message of several leaves may be, in bytes.
 
     Example:
         >>> x = torch.arange(4).repeat(2, 1)
@@ -229,6 +232,7 @@ def all_to_all(
         send_sizes: n numbers, or an int tensor of them, perhaps 0. Between two different axes, the same on every rank.
             On an emulated axis they are equal; `ragged_all_to_all` has sizes of its own for every emulated rank.
         recv_sizes: likewise, what arrives; by default the ranks tell each other first, in one more message.
+        bucket_size: how large a message of several leaves may be, in bytes.
 
     Example:
         >>> x = torch.arange(4).view(2, 2)
@@ -265,6 +269,7 @@ def broadcast(tree: Tree, group: GroupLike, src: int = 0, *, bucket_size: int = 
         tree: leaves of any dtype, of the same shape on every rank.
         group: the ranks.
         src: index within the group.
+        bucket_size: how large a message of several leaves may be, in bytes.
 
     Example:
         >>> fcoll.vmap(lambda x: fcoll.broadcast(x, "i", src=1), axis_name="i")(torch.tensor([5, 6, 7]))
@@ -288,6 +293,7 @@ def reduce(tree: Tree, group: GroupLike, dst: int = 0, op: str = "sum", *, bucke
         group: the ranks.
         dst: index within the group.
         op: as for `all_reduce`.
+        bucket_size: how large a message of several leaves may be, in bytes.
 
     Example:
         >>> fcoll.vmap(lambda x: fcoll.reduce(x, "i", dst=1), axis_name="i")(torch.tensor([5, 6, 7]))
@@ -328,7 +334,7 @@ def gather(tree: Tree, group: GroupLike, dst: int = 0, axis: int = 0, *, tiled: 
     """
     call = Call("gather", tree, group)
     root = call.root("dst", dst)
-    axes = [call.axis_of(i, "axis", axis, inserted=not tiled) for i in call.indices]
+    axes = [call.axis_of(i, "axis", axis, tiled=tiled) for i in call.indices]
     return call.run("gather", [(a, tiled, root) for a in axes])
 
 
@@ -373,6 +379,7 @@ def permute(tree: Tree, group: GroupLike, perm: Sequence[tuple[int, int]], *, bu
         tree: leaves of any dtype, of the same shape on every rank.
         group: the ranks.
         perm: pairs of indices within the group; a source occurs once, a destination too.
+        bucket_size: how large a message of several leaves may be, in bytes.
 
     Example:
         >>> fcoll.vmap(lambda x: fcoll.permute(x, "i", [(0, 2)]), axis_name="i")(torch.tensor([5, 6, 7]))
@@ -396,6 +403,7 @@ def shift(tree: Tree, group: GroupLike, offset: int = 1, *, wrap: bool = True, b
         group: the ranks.
         offset: how far; may be negative.
         wrap: go on at the other end.
+        bucket_size: how large a message of several leaves may be, in bytes.
 
     Example:
         >>> fcoll.vmap(lambda x: fcoll.shift(x, "i"), axis_name="i")(torch.tensor([5, 6, 7]))
@@ -405,10 +413,8 @@ def shift(tree: Tree, group: GroupLike, offset: int = 1, *, wrap: bool = True, b
     if not isinstance(offset, int) or isinstance(offset, bool):
         fail("type", "shift: offset is an integer, got {}", type(offset).__name__)
     call._even()
-    n = call.axis.n
-    moves = [(source, source + offset) for source in range(n)]
-    pairs = tuple((s, d % n) for s, d in moves if wrap or 0 <= d < n)
-    return call.run_elementwise("permute", pairs, bucket_size=call.bucket_size(bucket_size))
+    params = offset, call.flag("wrap", wrap)
+    return call.run_elementwise("shift", *params, bucket_size=call.bucket_size(bucket_size))
 
 
 def vary(tree: Tree, group: GroupLike) -> Tree:

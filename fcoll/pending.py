@@ -21,6 +21,10 @@ class Pending:
 
     It is a tree, whose leaves stand for the messages. `fcoll.wait` gives the result. Whoever drops it loses the result
     and nothing else.
+
+    Example:
+        >>> fcoll.vmap(lambda x: fcoll.wait(fcoll.start(fcoll.shift, x, "i")), axis_name="i")(torch.arange(3))
+        tensor([2, 0, 1])
     """
 
     def __init__(

@@ -279,6 +279,21 @@ def _prefix_sum_process(x: Tensor, process: Process, inclusive: bool, reverse: b
     return y.to(x.dtype) if n > 1 else y.to(x.dtype, copy=True)
 
 
+def _shift_process(x: Tensor, process: Process, offset: int, wrap: bool) -> Flight:
+    n = process.n
+    moves = [(source, source + offset) for source in range(n)]
+    return engine.permute(x, [(s, d % n) for s, d in moves if wrap or 0 <= d < n], process)
+
+
+def _shift_stack(stack: Tensor, n: int, offset: int, wrap: bool) -> Tensor:
+    if wrap:
+        return stack.roll(offset, 0)
+    kept = stack[: max(0, n - offset)] if offset >= 0 else stack[min(n, -offset) :]
+    missing = n - kept.shape[0]
+    rows = [missing, 0] if offset >= 0 else [0, missing]
+    return torch.nn.functional.pad(kept, [0, 0] * (stack.ndim - 1) + rows) if missing else kept.clone()
+
+
 PRIMITIVES: dict[str, Primitive] = {
     "all_reduce": Primitive(  # op: sum or mean
         wire="all_reduce",
@@ -448,6 +463,12 @@ PRIMITIVES: dict[str, Primitive] = {
         on_stack=lambda stack, n, axis, tiled, src: split_blocks(stack.select(0, src), n, axis, tiled).clone(),
         transpose=lambda axis, tiled, src: ("gather", axis, tiled, src),
         axes=(0,),
+    ),
+    "shift": Primitive(  # a permute that takes no list of all ranks, which would have to be traced
+        wire="permute",
+        on_process=_shift_process,
+        on_stack=_shift_stack,
+        transpose=lambda offset, wrap: ("shift", -offset, wrap),
     ),
     "permute": Primitive(
         wire="permute",
