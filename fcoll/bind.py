@@ -87,10 +87,13 @@ def started(x: Tensor, name: str, params: Params, layout: Layout, process: Proce
 def arrived(flight: Flight, name: str, layout: Layout) -> Tensor:
     """The result of a flight."""
     try:
-        return flight.wait()
+        y = flight.wait()
     except RuntimeError as error:
         checks.explain(error, PRIMITIVES[name].wire or name, flight.buffer, layout)
         raise
+    if layout.check:
+        checks.ended(y, layout)
+    return y
 
 
 def _again(x: Tensor, name: str, params: Params, layout: Layout, *tokens: Tensor) -> Tensor:

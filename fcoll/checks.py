@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcoll import _torch, agreement, recorder
+from fcoll import _torch, agreement, buckets, recorder
 from fcoll.agreement import GRADIENT, Facts, Site
 from fcoll.errors import CommunicationError, fail
 
@@ -63,8 +63,8 @@ class checked:
     """Compare the ranks' calls before each collective on a process group: whoever differs is named, nobody hangs.
 
     Per rank:
-        function, parameters, group, tree, shapes, dtypes, devices, requires_grad and the line of the call are compared,
-        for forward calls as well as for those of derivatives
+        function, parameters, group, tree, shapes, dtypes, kinds of device, requires_grad and the line of the call are
+        compared, for forward calls as well as for those of derivatives
 
     A context manager, and a decorator. It holds for the calls that this thread makes in it, and for their derivatives,
     wherever these run. Emulated axes need no check and are left alone. `FCOLL_CHECK=1` (or `first`) in the environment
@@ -133,12 +133,12 @@ def whole(function: str, leaves: list[Any], spec: Any, layout: Any) -> Any:
     site = Site(layout.process, layout.order, *check[:3], function, place, "")
     given = _arguments(function)
     sizes, varying = _sizes(given, leaves)
-    grads = _needs_gradients(given) and torch.is_grad_enabled()
+    graded = _graded(given, leaves)
 
     def facts(name: Callable[[int], str]) -> Facts:
         found = {name: _tensor(value) if isinstance(value, Tensor) else repr(value) for name, value in given.items()}
         found |= {"the structure of the tree": str(spec)} if spec is not None else {}
-        return found | {name(i): _tensor(leaf, varying, grads) for i, leaf in enumerate(leaves)}
+        return found | {name(i): _tensor(leaf, varying, i in graded) for i, leaf in enumerate(leaves)}
 
     def paths() -> Facts:
         names = ["tree"] if spec is None else [str(accessor.codify("tree")) for accessor in spec.accessors()]
@@ -181,7 +181,7 @@ def _each(x: Tensor, site: Site, axes: Sequence[int], send: Sequence[int], recei
 
 @torch.library.custom_op("fcoll::check", mutates_args=())
 def _check(x: Tensor, site: str, axes: Sequence[int], send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """x, once the ranks have compared the collective that takes it: graphs keep the two in order."""
+    """x, once the ranks have compared the collective that takes it."""
     _each(x, Site(*json.loads(site)), axes, send, receive)
     return x.clone()
 
@@ -189,6 +189,28 @@ def _check(x: Tensor, site: str, axes: Sequence[int], send: Sequence[int], recei
 @_check.register_fake
 def _(x: Tensor, site: str, axes: Sequence[int], send: Sequence[int], receive: Sequence[int]) -> Tensor:
     return x.clone()
+
+
+def ended(y: Tensor, layout: Any) -> None:
+    """Where a graph is traced: that the collective whose result is y is made here, whether or not y is used."""
+    if not layout.check[3] and _torch.tracing(y):
+        torch.ops.fcoll.checked(y)
+
+
+@torch.library.custom_op("fcoll::checked", mutates_args=())
+def _ended(y: Tensor) -> None:
+    """Nothing, after the collective whose result is y."""
+
+
+@_ended.register_fake
+def _(y: Tensor) -> None:
+    pass
+
+
+# Compilers order independent collectives as they like, for different sizes perhaps differently on each rank, and drop
+# those whose results nobody uses. Under check the ranks make them as they stand in the program.
+_torch.keep_in_order(_check)
+_torch.keep_in_order(_ended)
 
 
 def derivative_of(layout: Any) -> Any:
@@ -237,17 +259,20 @@ def _numbers(sizes: Any) -> list[Any]:
     return sizes.tolist() if isinstance(sizes, Tensor) else list(sizes or ())
 
 
-def _needs_gradients(given: dict[str, Any]) -> bool:
-    """Whether the backward pass communicates, so that all ranks must make it or none."""
-    if given.get("op") in ("any", "all"):
-        return False
-    return not given.get("invariant") or given.get("op") in ("max", "min", "prod")
+def _graded(given: dict[str, Any], leaves: list[Any]) -> set[int]:
+    """The leaves whose gradient is sent, alone or with others that travel with them: on all ranks, or on none."""
+    silent = given.get("invariant") and given.get("op") not in ("max", "min", "prod")
+    if silent or given.get("op") in ("any", "all") or not torch.is_grad_enabled():
+        return set()
+    size = given.get("bucket_size")
+    together = buckets.plan(leaves, size if isinstance(size, int) else buckets.FULL)
+    return {i for bucket in together if any(leaves[i].requires_grad for i in bucket) for i in bucket}
 
 
-def _tensor(x: Tensor, varying: Sequence[int] = (), grads: bool = False) -> str:
+def _tensor(x: Tensor, varying: Sequence[int] = (), graded: bool = False) -> str:
     shape = ", ".join("·" if axis in varying else str(int(size)) for axis, size in enumerate(x.shape))
     dtype = str(x.dtype).removeprefix("torch.")
-    return f"{dtype}[{shape}] on {x.device.type}" + (GRADIENT if grads and x.requires_grad else "")
+    return f"{dtype}[{shape}] on {x.device.type}" + (GRADIENT if graded else "")
 
 
 # ---- what the backend reports

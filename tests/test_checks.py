@@ -52,6 +52,11 @@ def order_of_calls(rank: int) -> None:
         call()
 
 
+def no_grad_on_one(rank: int) -> Any:
+    with torch.set_grad_enabled(rank != 1):
+        return fcoll.all_reduce(leaf(rank), W)
+
+
 def constant_on_one(rank: int) -> Any:
     """Under torch.func.jvp: only one rank's value has a tangent."""
     x = torch.ones(2)
@@ -96,6 +101,11 @@ DISAGREE: dict[str, tuple[Program, list[str]]] = {
     "requires_grad": (
         lambda r: fcoll.all_reduce(leaf(r, r == 0), W),
         ["rank 0 has float32[2] on cpu that requires a gradient", "x.requires_grad_() makes it"],
+    ),
+    "the mode of gradients": (no_grad_on_one, ["rank 1 has float32[2] on cpu\n"]),
+    "requires_grad in a tree, with large leaves": (
+        lambda r: fcoll.all_reduce([torch.ones(1 << 18, requires_grad=r == i) for i in range(2)], W),
+        ["tree[0]: rank 0 has float32[262144] on cpu that requires a gradient"],
     ),
     "requires_grad of an extremum": (
         lambda r: fcoll.all_reduce(leaf(r, r == 0), W, "max", invariant=True),
@@ -214,6 +224,9 @@ def invariant(rank: int) -> Any:
         if rank == 0:
             (y * y).sum().backward()
             close(x.grad, torch.full((2,), 2 * (total if len(y) == 2 else 1.0)))
+    tree = [leaf(rank, rank == i) for i in range(2)]  # small leaves travel together, and so do their gradients
+    fcoll.all_reduce(tree, W)[rank].sum().backward()
+    close(tree[rank].grad, torch.ones(2))
     return told(lambda: fcoll.all_reduce(leaf(rank, rank == 0), W, "any"))
 
 
@@ -330,6 +343,12 @@ def checked_within(x: Tensor, op: str) -> Tensor:
         return fcoll.all_reduce(x, W, op)
 
 
+def unused(x: Tensor, rank: int) -> Tensor:
+    """A compiler drops what a rank does not use, but not under check."""
+    a, b = fcoll.all_reduce(x, W), fcoll.all_gather(x, W)
+    return (b if rank else a).sum()
+
+
 def compiled(rank: int, backend: str) -> Any:
     torch.compiler.reset()
     f: Any = torch.compile(chain, fullgraph=True, backend=backend)
@@ -346,6 +365,9 @@ def compiled(rank: int, backend: str) -> Any:
             texts["within"] = told(lambda: torch.compile(checked_within, fullgraph=True, backend=backend)(x, op))
         y = f(x, "sum")
         right = g(x.detach(), "sum")
+        one = torch.compile(unused, fullgraph=True, backend=backend)(x, rank)
+        close(one, torch.tensor(4.0))
+        texts["unused"] = told(one.backward)
     z = f(x, "sum")  # not checked, with the first graph
     if rank == 0:
         texts["gradient"] = told(lambda: y.sum().backward())  # in its own time: the context has ended
@@ -362,6 +384,11 @@ def test_compiled_code_is_checked_too(ranks: Pools, backend: str) -> None:
         "op in a gradient": ["all_reduce('max')"],
         "graph": ["rank 0 has test_checks.py:", "all_gather(0, True); rank 1 has test_checks.py:", "all_reduce('sum')"],
         "within": ["all_reduce('max')"],
+        "unused": [
+            "rank 0 has backward of test_checks.py:",
+            "all_reduce('sum'); rank 1 has",
+            "reduce_scatter(0, True)",
+        ],
         "gradient": ["rank 0 has backward of test_checks.py:", "reduce_scatter(0, True)"],
     }
     found = ranks(2).run(compiled, backend, per_rank=[(0,), (1,)])
