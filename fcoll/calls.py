@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fcoll import _torch, buckets, checks, groups, pending, trees
 from fcoll.bind import bind
-from fcoll.errors import fail
+from fcoll.errors import beyond_int64, check_flag, fail
 from fcoll.groups import Axis, GroupLike
 from fcoll.passage import begin
 from fcoll.primitives import Params
@@ -66,6 +66,10 @@ class Call(Generic[Tree]):
                 self.fail(i, "type", "is a DTensor; send its .to_local(), or use fcoll.shard_map")
             elif leaf.layout != torch.strided:
                 self.fail(i, "type", "is {}; only strided tensors can be sent: use .to_dense()", str(leaf.layout))
+            elif leaf.is_nested:
+                self.fail(i, "type", "is a nested tensor, whose rows differ in shape; send its .unbind(), or pad it")
+            elif leaf.dtype not in _MOVED:
+                self.fail(i, "type", "is {}, which torch can neither move nor reduce; convert it", str(leaf.dtype))
         if self.axis.layout.check and alike:  # else shapes may differ between the ranks
             layout = checks.whole(function, self.leaves, self.spec, self.axis.layout)
             self.axis = self.axis._replace(layout=layout)
@@ -165,11 +169,18 @@ class Call(Generic[Tree]):
 
     def _number(self, i: int, leaf: Any) -> Tensor:
         if isinstance(leaf, (bool, int, float, complex)):
+            if beyond_int64(leaf):
+                self.fail(i, "value", "is {}, which no int64 tensor holds; make it a float", leaf)
             return torch.tensor(leaf)
         self.fail(i, "type", "is a {}; leaves are tensors, numbers and None", type(leaf).__name__)
 
-    def axis_of(self, i: int, name: str, axis: int, *, inserted: bool = False) -> int:
-        """`axis`, counted from the front; `inserted` where it is one that the result has and the leaf has not."""
+    def flag(self, name: str, value: bool) -> bool:
+        """`value`, which is True or False."""
+        return check_flag(self.function, name, value)
+
+    def axis_of(self, i: int, name: str, axis: int, *, tiled: bool = True) -> int:
+        """`axis`, counted from the front; untiled, it is one that the result has and the leaf has not."""
+        inserted = not self.flag("tiled", tiled)
         self._even()
         leaf = self.leaves[i]
         if not isinstance(axis, int) or isinstance(axis, bool):
@@ -183,6 +194,7 @@ class Call(Generic[Tree]):
     def blocks_of(self, i: int, name: str, axis: int, tiled: bool) -> int:
         """`axis`, counted from the front, along which the leaf is cut into n blocks."""
         leaf, n = self.leaves[i], self.axis.n
+        self.flag("tiled", tiled)
         axis = self.axis_of(i, name, axis)
         size = leaf.shape[axis]
         if tiled and size % n:
@@ -204,7 +216,7 @@ class Call(Generic[Tree]):
 
     def check_op(self, op: str, among: Sequence[str] = tuple(RECORDS)) -> None:
         """The operation exists, and for every leaf's dtype."""
-        if op not in among:
+        if not isinstance(op, str) or op not in among:
             fail("value", "{}: op is one of {}, got {!r}", self.function, ", ".join(among), op)
         if op == "prod" and self.axis.layout.partition:  # whose derivative gathers within each, on one stack of all
             self._even()
@@ -264,5 +276,9 @@ class Call(Generic[Tree]):
 
 _ONLY_MOVED = {
     torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex32,
+}  # fmt: skip
+_MOVED = _ONLY_MOVED | {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
 }  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 
@@ -50,6 +51,21 @@ def fail(kind: str, template: str, *details: object) -> NoReturn:
     if torch.compiler.is_compiling():
         raise _torch.traced_error(type(error))(str(error))
     raise error
+
+
+def beyond_int64(value: object) -> bool:
+    """Whether a number is an integer that no tensor holds."""
+    if not isinstance(value, int):
+        return False
+    can: Callable[[Any], bool] = _torch.possible if torch.compiler.is_compiling() else bool  # of a symbol, who knows
+    return not (can(value >= -(1 << 63)) and can(value < 1 << 63))
+
+
+def check_flag(function: str, name: str, value: object) -> bool:
+    """`value`, which must be True or False: a "no" would be taken for a yes."""
+    if not isinstance(value, bool):
+        fail("type", "{}: {} is True or False, got {}", function, name, type(value).__name__)
+    return value
 
 
 def check_callable(function: str, f: object) -> None:

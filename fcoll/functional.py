@@ -179,7 +179,7 @@ def reduce_scatter(
     call = Call("reduce_scatter", tree, group)
     call.check_op(op, among=("sum", "mean", "max", "min"))
     axes = [call.blocks_of(i, "axis", axis, tiled) for i in call.indices]
-    n = call.axis.n
+    n, size = call.axis.n, call.bucket_size(bucket_size)
     if op == "sum" or op == "mean":
 
         def wide(x: Tensor, _: object) -> Tensor:  # a sum of halves may overflow where the mean does not
@@ -188,7 +188,7 @@ def reduce_scatter(
         def mean(y: Tensor, _: object, dtype: torch.dtype) -> Tensor:
             return (y / n).to(dtype)
 
-        fused = Fused(1, (0, False), lambda x, own: split_blocks(x, n, *own), None, call.bucket_size(bucket_size))
+        fused = Fused(1, (0, False), lambda x, own: split_blocks(x, n, *own), None, size)
         steps = (None, None) if op == "sum" else (wide, mean)
         return call.run("reduce_scatter", [(a, tiled) for a in axes], fused, *steps)
 

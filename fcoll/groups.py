@@ -211,6 +211,8 @@ def group(ranks: Sequence[int]) -> Group:
         Traceback (most recent call last):
         fcoll.errors.CollectiveValueError: group: ranks must be distinct, got (1, 1)
     """
+    if not isinstance(ranks, Sequence):
+        fail("type", "group: ranks are a list of integers, got {}", type(ranks).__name__)
     listed = tuple(ranks)
     if not all(type(rank) is int for rank in listed):
         fail("type", "group: ranks must be integers, got {}", str(listed))
@@ -246,16 +248,18 @@ def subgroups(group: GroupLike, ranks: Sequence[Sequence[int]]) -> Group:
         >>> fcoll.vmap(lambda x: fcoll.all_reduce(x, pairs), axis_name="i")(torch.arange(4))
         tensor([1, 1, 5, 5])
     """
-    if not all(isinstance(subgroup, (list, tuple)) for subgroup in ranks or ()):
+    if not isinstance(ranks, (list, tuple)) or not all(isinstance(subgroup, (list, tuple)) for subgroup in ranks):
         fail("type", "subgroups: ranks are lists of lists, as in [[0, 1], [2, 3]], got {}", str(ranks))
     partition = tuple(tuple(subgroup) for subgroup in ranks)
     if not all(type(rank) is int for subgroup in partition for rank in subgroup):
         fail("type", "subgroups: the lists must hold integers, got {}", str(partition))
     members = sorted(rank for subgroup in partition for rank in subgroup)
-    if members != list(range(len(members))) or not all(partition):
+    if not members or members != list(range(len(members))) or not all(partition):
         fail("value", "subgroups: the lists must hold each rank exactly once, got {}", str(partition))
     if isinstance(group, (str, tuple)):
         return Group(group, partition)
+    if isinstance(group, Group) and group.process is None:
+        fail("type", "subgroups: {} is cut already; cut the axis itself", repr(group))
     process = process_of(resolve("subgroups", group).layout)
     if len(members) != process.n:
         fail("value", "subgroups: the lists must hold each of {} ranks exactly once, got {}", process.n, str(partition))

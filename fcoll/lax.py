@@ -204,10 +204,11 @@ def pshuffle(x: Tree, axis_name: AxisName, perm: Sequence[int]) -> Tree:
         tensor([7, 5, 6])
     """
     group = _group("pshuffle", axis_name)
-    sources = tuple(int(source) for source in perm)
-    if sorted(sources) != list(range(functional.axis_size(group))):
-        fail("value", "pshuffle: perm holds each of {} ranks once, got {}", functional.axis_size(group), str(sources))
-    return functional.permute(x, group, [(source, rank) for rank, source in enumerate(sources)])
+    if not isinstance(perm, (list, tuple)) or not all(type(source) is int for source in perm):
+        fail("type", "pshuffle: perm lists integers, got {}", str(perm))
+    if sorted(perm) != list(range(functional.axis_size(group))):
+        fail("value", "pshuffle: perm holds each of {} ranks once, got {}", functional.axis_size(group), str(perm))
+    return functional.permute(x, group, [(source, rank) for rank, source in enumerate(perm)])
 
 
 def pswapaxes(x: Tree, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None) -> Tree:
@@ -410,15 +411,12 @@ def pvary(x: Tree, axis_name: AxisName) -> Tree:
 
 def _reduced(
     function: str,
-    op: str,
-    x: Any,
-    axis_name: AxisName,
-    axis_index_groups: Groups,
+    op: str, x: Any, axis_name: AxisName, axis_index_groups: Groups,
     *,
     over: Callable[[Tensor, tuple[int, ...]], Tensor],
     before: Callable[[Tensor], Tensor] | None = None,
     number: Callable[[Any, int], Any] | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """all_reduce of what `before` makes of each tensor, `over` having reduced its array axes; and `number` of numbers,
     which need no communication."""
     array_axes, names = _array_axes(axis_name)
@@ -450,21 +448,17 @@ _NUMBERS = (bool, int, float, complex)
 def _array_axes(axis_name: AxisName) -> tuple[tuple[int, ...], AxisName]:
     """The integers among several names, and the rest."""
     parts = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    array_axes = tuple(part for part in parts if isinstance(part, int))
+    array_axes = tuple(part for part in parts if type(part) is int)
     if not array_axes:
         return (), axis_name
-    names = tuple(part for part in parts if not isinstance(part, int))
+    names = tuple(part for part in parts if type(part) is not int)
     return array_axes, names[0] if len(names) == 1 else names
 
 
 def _group(
-    function: str,
-    axis_name: AxisName,
-    axis_index_groups: Groups = None,
-    array_axes: Sequence[int] = (),
-    *,
-    even: bool = False,
-) -> Any:
+    function: str, axis_name: AxisName, axis_index_groups: Groups = None, array_axes: Sequence[int] = (),
+    *, even: bool = False,
+) -> Any:  # fmt: skip
     """The group that is meant; `even` where subgroups must be of one size."""
     group: Any = tuple(axis_name) if isinstance(axis_name, list) else axis_name
     if axis_index_groups is None:
@@ -477,7 +471,8 @@ def _group(
 
 
 def _even(axis_index_groups: Sequence[Sequence[int]]) -> bool:
-    return len({len(ranks) for ranks in axis_index_groups}) == 1
+    lists = axis_index_groups if isinstance(axis_index_groups, (list, tuple)) else ()
+    return len({len(ranks) for ranks in lists if isinstance(ranks, (list, tuple))}) < 2  # `subgroups` refuses the rest
 
 
 def _checked_axes(function: str, x: Any, i: int, leaf: Any, array_axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -485,6 +480,10 @@ def _checked_axes(function: str, x: Any, i: int, leaf: Any, array_axes: tuple[in
     for axis in array_axes:
         if not -len(shape) <= axis < len(shape):
             fail("value", "{}: {} has shape {}: no axis {} to reduce", function, trees.path(x, i, "x"), shape, axis)
+        if function in ("pmax", "pmin") and not shape[axis]:
+            fail("value", "{}: {} has shape {}: nothing along axis {}", function, trees.path(x, i, "x"), shape, axis)
+    if len({axis % len(shape) for axis in array_axes}) < len(array_axes):
+        fail("value", "{}: array axes are distinct, got {}", function, str(array_axes))
     return array_axes
 
 
@@ -495,6 +494,8 @@ def _as_mean(x: Tensor) -> Tensor:
 
 def _mean_dtype(leaf: Any) -> torch.dtype | None:
     """What the mean of integers is; None where the leaf has a mean of its own."""
-    if not isinstance(leaf, Tensor) or leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-        return None
-    return torch.float64 if leaf.dtype in (torch.int64, torch.uint64) else torch.float32
+    dtype = leaf.dtype if isinstance(leaf, Tensor) else None
+    return torch.float64 if dtype in (torch.int64, torch.uint64) else torch.float32 if dtype in _NARROW else None
+
+
+_NARROW = (torch.bool, torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32)

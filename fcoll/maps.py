@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fcoll import _torch, axes, trees
-from fcoll.errors import check_callable, fail
+from fcoll.errors import beyond_int64, check_callable, fail
 
 
 def vmap(
@@ -103,6 +103,8 @@ def _prefix(name: str, prefix: Any, tree: Any, leaves: list[Any], what: str) -> 
 
 def _size(leaves: list[Any], dims: list[int | None], args: Any, axis_size: int | None) -> int:
     n = axis_size
+    if n is not None and type(n) is not int:
+        fail("type", "vmap: axis_size is an integer, got {}", type(n).__name__)
     if n is not None and n < 0:
         fail("value", "vmap: axis_size={} is negative", n)
     for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
@@ -115,6 +117,8 @@ def _size(leaves: list[Any], dims: list[int | None], args: Any, axis_size: int |
                 trees.path(args, i, "args"),
                 type(leaf).__name__,
             )
+        if leaf.is_nested:
+            fail("type", "vmap: {} is a nested tensor, whose rows differ in shape; pad it", trees.path(args, i, "args"))
         if not -leaf.ndim <= dim < leaf.ndim:
             fail("value", "vmap: {} of shape {} has no axis {} to map", trees.path(args, i, "args"), leaf.shape, dim)
         if n is None:
@@ -140,6 +144,9 @@ def _result(value: Any, place: int | None, out: Any, i: int, axis_name: str) -> 
                 trees.path(out, i, "out"),
                 type(value).__name__,
             )
+        if beyond_int64(value):
+            fail("value", "vmap: {} of the result is {}, which no int64 tensor holds; make it a float",
+                 trees.path(out, i, "out"), value)  # fmt: skip
         return torch.tensor(value)
     if place is None:
         if unvarying(value):

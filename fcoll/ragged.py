@@ -11,7 +11,7 @@ from torch import Tensor
 from fcoll import _torch, trees
 from fcoll.bind import bind
 from fcoll.calls import Call
-from fcoll.errors import fail
+from fcoll.errors import beyond_int64, fail
 from fcoll.groups import GroupLike
 from fcoll.uneven import Sizes
 
@@ -141,9 +141,14 @@ def _vector(call: Call[Any], name: str, value: Sizes) -> tuple[Tensor, list[int]
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             fail("type", "{}: {} are integers, got {}", call.function, name, str(value.dtype))
+        if value.is_meta:
+            fail("value", "{}: {} are a tensor on the meta device, which holds no numbers", call.function, name)
         vector = value.to(call.leaves[0].device, torch.int64)
     elif isinstance(value, (list, tuple)) and all(type(number) is int for number in value):
         numbers = list(value)
+        for number in numbers:
+            if beyond_int64(number):
+                fail("value", "{}: {} are int64 numbers, got {}", call.function, name, number)
         vector = torch.tensor(numbers, dtype=torch.int64, device=call.leaves[0].device)
     else:
         fail("type", "{}: {} are a sequence or a tensor of integers, got {}", call.function, name, str(value))

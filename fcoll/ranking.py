@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fcoll.calls import Call
-from fcoll.errors import fail
 from fcoll.groups import GroupLike
 
 Tree = TypeVar("Tree")
@@ -36,10 +35,7 @@ def prefix_sum(tree: Tree, group: GroupLike, *, inclusive: bool = True, reverse:
     """
     call = Call("prefix_sum", tree, group)
     call.check_op("sum")
-    for name, value in (("inclusive", inclusive), ("reverse", reverse)):
-        if not isinstance(value, bool):
-            fail("type", "prefix_sum: {} is True or False, got {}", name, type(value).__name__)
-    return call.run_elementwise("prefix_sum", inclusive, reverse)
+    return call.run_elementwise("prefix_sum", call.flag("inclusive", inclusive), call.flag("reverse", reverse))
 
 
 def argmax(tree: Tree, group: GroupLike) -> Tree:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from fcoll import _torch, functional, trees
-from fcoll.errors import fail
+from fcoll.errors import check_flag, fail
 from fcoll.groups import GroupLike
 
 __all__ = ["copy_to", "gather_from", "reduce_from", "reduce_scatter_to", "scale_gradient", "scatter_to"]
@@ -107,7 +107,7 @@ def scatter_to(tree: Tree, group: GroupLike, axis: int = -1, *, rank0_only: bool
         tensor([[0, 1],
                 [2, 3]])
     """
-    if rank0_only:
+    if check_flag("scatter_to", "rank0_only", rank0_only):
         return functional.scatter(tree, group, 0, axis)
     return functional.split(tree, group, axis)
 
@@ -150,7 +150,8 @@ def gather_from(
         >>> summed(x).flatten()
         tensor([ 2., 20.])
     """
-    if rank0_only and tensor_parallel_output_grad:
+    check_flag("gather_from", "tensor_parallel_output_grad", tensor_parallel_output_grad)
+    if check_flag("gather_from", "rank0_only", rank0_only) and tensor_parallel_output_grad:
         fail("value", "gather_from: with rank0_only the gradient is rank 0's; leave out tensor_parallel_output_grad")
     if rank0_only:
         return functional.gather(tree, group, 0, axis)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fcoll import _torch, axes, groups, meshes, recorder, replication, trees
 from fcoll.bind import bind
-from fcoll.errors import fail
+from fcoll.errors import beyond_int64, check_flag, fail
 from fcoll.maps import replicated, unvarying
 from fcoll.meshes import Mesh, Shape
 from fcoll.specs import Entries, P, from_ranks, spelled, to_ranks
@@ -94,6 +94,7 @@ def shard_map(
         return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check)
     if not callable(f):
         fail("type", "shard_map: f is a function, got {}; a mesh goes second", type(f).__name__)
+    check_flag("shard_map", "check", check)
     if mesh is None:
         return _unplaced(f, in_specs, out_specs, check)
     job = _Job(f, meshes.shape_of("shard_map", mesh), in_specs, out_specs, check)
@@ -413,6 +414,8 @@ def _check_names(shape: Shape, name: str, specs: Any) -> None:
 def _checked(shape: Shape, leaf: _Leaf, value: Any, spec: Entries) -> Tensor:
     """An argument's leaf as a tensor that fits its spec."""
     x = _tensor(leaf, value, "leaves are")
+    if x.layout != torch.strided:
+        leaf.fail("type", "is {}; only strided tensors can be cut: use .to_dense()", str(x.layout))
     if len(spec) > x.ndim:
         leaf.fail("value", "has shape {}, fewer axes than its spec {} has entries", x.shape, spelled(P(*spec)))
     for axis, names in enumerate(spec):
@@ -448,4 +451,6 @@ def _tensor(leaf: _Leaf, value: Any, who: str) -> Tensor:
         return value
     if not isinstance(value, (bool, int, float, complex)):
         leaf.fail("type", "is a {}; {} tensors, numbers and None", type(value).__name__, who)
+    if beyond_int64(value):
+        leaf.fail("value", "is {}, which no int64 tensor holds; make it a float", value)
     return torch.tensor(value)

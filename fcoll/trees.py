@@ -10,6 +10,7 @@ import optree
 import torch
 
 from fcoll import _torch
+from fcoll.errors import fail
 
 NAMESPACE = "fcoll"  # for dataclasses that nobody registered; optree adds what is registered globally
 
@@ -20,7 +21,10 @@ def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
         leaves, spec = optree.tree_flatten(_boxed(tree), namespace=NAMESPACE)
         leaves = [leaf.value if isinstance(leaf, _Box) else leaf for leaf in leaves]
     else:
-        leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+        try:
+            leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+        except RecursionError:
+            fail("value", "a tree holds itself, or is nested too deeply")
     unknown = [kind for kind in dict.fromkeys(map(type, leaves)) if dataclasses.is_dataclass(kind)]
     if unknown:
         for kind in unknown:

@@ -20,7 +20,7 @@ from fcoll import _torch, recorder
 from fcoll.bind import bind
 from fcoll.calls import Call, Fused
 from fcoll.engine import Process
-from fcoll.errors import fail
+from fcoll.errors import beyond_int64, check_flag, fail
 from fcoll.groups import GroupLike
 from fcoll.primitives import Params
 
@@ -35,11 +35,13 @@ def all_gather(
     axis: int,
     tiled: bool,
     sizes: Sizes | str,
+    bucket_size: int,
     gather: Callable[[list[Tensor]], list[Tensor]],
 ) -> Tree:
     """See functional.all_gather; `gather` stacks tensors of one shape."""
     _check_tiled("all_gather", "sizes", tiled)
     call = Call("all_gather", tree, group)
+    call.bucket_size(bucket_size)  # before the sizes are exchanged
     axes = [call.axis_of(i, "axis", axis) for i in call.indices]
     if not call.leaves:
         return tree
@@ -153,7 +155,7 @@ def all_to_all(
 
 
 def _check_tiled(function: str, name: str, tiled: bool) -> None:
-    if not tiled:
+    if not check_flag(function, "tiled", tiled):
         fail("value", "{}: {} are for tiled=True; blocks that are stacked have one size", function, name)
 
 
@@ -166,6 +168,8 @@ def _listed(call: Call[Any], name: str, sizes: Sizes) -> list[int]:
             fail("type", "{}: {} are integers, got {}", function, name, str(sizes.dtype))
         if sizes.ndim != 1:
             fail("value", "{}: {} are a tensor of one axis, got shape {}", function, name, sizes.shape)
+        if sizes.is_meta:
+            fail("value", "{}: {} are a tensor on the meta device, which holds no numbers", function, name)
         if not torch.compiler.is_compiling() and _torch.in_a_batch(sizes):
             fail("value", "{}: {} differ within a vmap; shapes cannot: pad, or use ragged_all_to_all", function, name)
         listed: list[int] = sizes.tolist()
@@ -176,6 +180,8 @@ def _listed(call: Call[Any], name: str, sizes: Sizes) -> list[int]:
     for size in listed:
         if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
             fail("type", "{}: {} are integers, got {}", function, name, type(size).__name__)
+        if not isinstance(sizes, Tensor) and beyond_int64(size):  # of a tensor's, a compiled graph knows nothing
+            fail("value", "{}: {} are int64 numbers, got {}", function, name, size)
     if len(listed) != n:
         fail("value", "{}: {} are {} numbers for the {} ranks of {}", function, name, len(listed), n, call.axis.label)
     for size in listed:
