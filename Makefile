@@ -29,7 +29,7 @@ test: $(VENV)/.dev ## Lint, check the types and run all tests
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(VENV)/.bench ## Run the measurements in benchmarks/
-	$(BIN)/python benchmarks/run.py --plots benchmarks/results
+	$(BIN)/python benchmarks/run.py --plots docs/figures --markdown docs/figures.md
 
 docs: $(VENV)/.docs ## Build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html

@@ -10,7 +10,7 @@ from benchmarks.contest import Row
 from benchmarks.report import TOPICS
 
 
-def draw(results: dict[str, list[Row]], folder: Path) -> list[Path]:
+def draw(results: dict[str, list[Row]], folder: Path) -> dict[str, Path]:
     """Draw one SVG per topic, and return their paths."""
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("svg")
@@ -18,7 +18,7 @@ def draw(results: dict[str, list[Row]], folder: Path) -> list[Path]:
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     ticker: Any = importlib.import_module("matplotlib.ticker")
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
+    paths: dict[str, Path] = {}
     for topic, rows in results.items():
         measured = [row for row in rows if row.ratio]
         if not measured:
@@ -49,5 +49,5 @@ def draw(results: dict[str, list[Row]], folder: Path) -> list[Path]:
         path = folder / f"{topic}.svg"
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
-        paths.append(path)
+        paths[topic] = path
     return paths

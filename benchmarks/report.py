@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=Settings.rounds, help="how often the contestants take turns")
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE", help="where the figures go")
     parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="the tables once more, as docs/performance.md has them"
+        "--markdown", type=Path, metavar="FILE", help="the tables once more, as docs/figures.md has them"
     )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the figures as SVG")
     options = parser.parse_args(arguments)
@@ -84,14 +84,16 @@ def main(arguments: list[str] | None = None) -> int:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     console.print(f"saved {options.json}")
-    if options.markdown:
-        options.markdown.write_text("\n".join(markdown(TOPICS[topic], rows) for topic, rows in results.items()))
-        console.print(f"saved {options.markdown}")
+    drawn: dict[str, Path] = {}
     if options.plots:
         from benchmarks.plots import draw
 
-        for path in draw(results, options.plots):
-            console.print(f"saved {path}")
+        drawn = draw(results, options.plots)
+        console.print(f"saved {options.plots}")
+    if options.markdown:
+        pictures = {topic: path.relative_to(options.markdown.parent) for topic, path in drawn.items()}
+        options.markdown.write_text(page(report, results, pictures))
+        console.print(f"saved {options.markdown}")
     bars = [row.met for rows in results.values() for row in rows if row.met is not None]
     console.print(f"{sum(bars)} of {len(bars)} bars met" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
@@ -146,11 +148,29 @@ def table(heading: str, rows: list[Row]) -> Table:
     return result
 
 
-def markdown(heading: str, rows: list[Row]) -> str:
+def page(report: dict[str, Any], results: dict[str, list[Row]], pictures: dict[str, Path]) -> str:
+    """All tables and pictures as a document."""
+    about = report["machine"]
+    where = f"{about['cores']} cores ({about['cpu']}), torch {about['torch']}, Python {about['python']}"
+    lines = [
+        "# Figures",
+        "",
+        "What `make bench` printed and drew; [Performance](performance.md) says what it means. A dot is the median of",
+        "fcoll's time over the peer's, its line goes from quartile to quartile, the black mark is the bar. Green is",
+        "met, red is missed, grey has no bar.",
+        "",
+        f"{where}; {report['rounds']} rounds.",
+        "",
+    ]
+    for topic, rows in results.items():
+        picture = f"![{TOPICS[topic]}: ratios]({pictures[topic]})\n" if topic in pictures else ""
+        lines += [f"## {TOPICS[topic]}", "", *([picture] if picture else []), markdown(rows)]
+    return "\n".join(lines)
+
+
+def markdown(rows: list[Row]) -> str:
     """The rows of one topic, for a document."""
     lines = [
-        f"### {heading}",
-        "",
         "| what | peer | fcoll | of the peer | ratio | quartiles | bar |",
         "|" + " --- |" * 7,
     ]
