@@ -140,6 +140,20 @@ def vmap_level() -> int | None:
     return innermost.level() if innermost is not None and innermost.key() == _functorch.TransformType.Vmap else None
 
 
+def differentiated_again() -> Any:
+    """To be entered in the `jvp` of a Function: what is done there is differentiated by the transforms around.
+
+    torch turns forward mode off there, and with it that of the levels outside: jvp of jvp would miss a term. What was
+    saved must be stripped of its tangent of this level then, see `primal`.
+    """
+    return torch.autograd.forward_ad._set_fwd_grad_enabled(True)
+
+
+def primal(x: torch.Tensor) -> torch.Tensor:
+    """x without its tangent of the innermost forward mode (public, but for the level, of which there is one only)."""
+    return torch.autograd.forward_ad.unpack_dual(x, level=0).primal
+
+
 class below:
     """Out of the innermost transform, a vmap: its rules are applied here, without the detour by an autograd.Function
     that torch makes, which costs four times as much.

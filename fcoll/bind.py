@@ -131,7 +131,9 @@ class _Bind(torch.autograd.Function):
         if record.transpose:
             return _again(tangent, name, params, layout, *saved)
         x, y, *tokens = saved
-        return _rule(record.jvp, name)(_Call(layout, tuple(tokens)), x, y, tangent, *params)
+        with _torch.differentiated_again():
+            x, y = _torch.primal(x), _torch.primal(y)
+            return _rule(record.jvp, name)(_Call(layout, tuple(tokens)), x, y, tangent, *params)
 
     @staticmethod
     def vmap(

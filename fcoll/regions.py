@@ -234,7 +234,8 @@ class _Scale(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: Any) -> Any:
-        return tangent * ctx.factor
+        with _torch.differentiated_again():
+            return tangent * ctx.factor
 
 
 _apply: Callable[..., Tensor] = _Scale.apply

@@ -246,7 +246,8 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return tangent.mean(0)
+        with _torch.differentiated_again():
+            return tangent.mean(0)
 
 
 def _on_processes(

@@ -188,8 +188,18 @@ def second(row: Row, n: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, w, x[0] if row.once == "input" else x
 
 
+def twice(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Forward over forward, of what is not linear in x."""
+
+    def once(x: Tensor) -> Any:
+        return jvp(lambda x: f(torch.sin(x)), (x,), (torch.cos(x),))[1]
+
+    out: Tensor = jvp(once, (x,), (torch.cos(x),))[1]
+    return out
+
+
 def test_second_order(three: Substrate) -> None:
-    """Reverse over reverse, forward over reverse, reverse over forward, and hessians."""
+    """Reverse over reverse, forward over reverse, forward over forward, and hessians."""
 
     def f(group: Any, stacks: Any) -> Any:
         out = {}
@@ -202,6 +212,7 @@ def test_second_order(three: Substrate) -> None:
             out[row.name] = {
                 "rev rev": grad(lambda x, loss=loss: (grad(loss)(x) * torch.cos(x)).sum())(x),
                 "fwd rev": jvp(grad(loss), (x,), (torch.cos(x),))[1],
+                "fwd fwd": twice(row.on(group), x),
                 "hessian": hessian(loss)(x).flatten(x.ndim).sum(-1),
                 "jacrev jacrev": jacrev(jacrev(loss))(x).flatten(x.ndim).sum(-1),
                 "vmap grad": vmap(grad(loss))(torch.stack((x, 2 * x)))[1],
@@ -216,9 +227,10 @@ def test_second_order(three: Substrate) -> None:
     stacks = {row.name: second(row, n)[:2] for row in DIFFERENTIABLE}
     got = three.map(f, stacks)
     for row in DIFFERENTIABLE:
-        _, w, at = second(row, n)
+        x, w, at = second(row, n)
         total = objective(row, n, w)
         want = {
+            "fwd fwd": twice(row.values, x),
             "rev rev": grad(lambda x, total=total: (grad(total)(x) * torch.cos(x)).sum())(at),
             "fwd rev": jvp(grad(total), (at,), (torch.cos(at),))[1],
             "hessian": jvp(grad(total), (at,), (torch.ones_like(at),))[1],

@@ -209,6 +209,7 @@ def test_scale_gradient_in_every_mode() -> None:
     close(jvp(f, (x,), (torch.ones_like(x),))[1], (12 * x**2).sum())
     close(hessian(f)(x), torch.diag(96 * x))
     close(jacrev(jacrev(f))(x), torch.diag(96 * x))
+    close(jacfwd(jacfwd(lambda x: regions.scale_gradient(x**3, 4).sum()))(x), torch.diag(24 * x))
     close(jacfwd(lambda x: vmap(lambda x: regions.scale_gradient(x, 0.5))(x))(x), torch.eye(3, dtype=x.dtype) / 2)
     tree = {"a": x, "n": torch.tensor(3), "s": "text"}
     scaled = regions.scale_gradient(tree, 2.0)

@@ -32,6 +32,7 @@ NAMES = [
     "torch._functorch.predispatch._add_batch_dim",
     "torch._C._len_torch_dispatch_stack",
     "torch.autograd.forward_ad._current_level",
+    "torch.autograd.forward_ad._set_fwd_grad_enabled",
     "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.distributed.distributed_c10d._world",
     "torch.distributed.distributed_c10d._new_process_group_helper",
@@ -51,6 +52,35 @@ NAMES = [
     "torch.ops._c10d_functional.broadcast",
     "torch.ops._c10d_functional.wait_tensor",
 ]
+
+
+def test_forward_mode_goes_on_in_the_jvp_of_a_function() -> None:
+    """torch turns it off there, at all levels: that is why fcoll turns it on, and strips what it has saved."""
+
+    class Cube(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x**3
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            with _torch.differentiated_again():
+                x = _torch.primal(ctx.saved_tensors[0])
+                return tangent * 3 * x**2
+
+    cube: Any = Cube.apply
+    jacfwd: Any = torch.func.jacfwd
+    x = torch.tensor(2.0)
+    assert [f(x).item() for f in (jacfwd(cube), jacfwd(jacfwd(cube)), jacfwd(jacfwd(jacfwd(cube))))] == [12, 12, 6]
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.tensor(1.0))
+        assert torch.autograd.forward_ad.unpack_dual(cube(dual)).tangent.item() == 12
 
 
 def test_the_rule_of_a_vmap_can_be_applied_by_hand() -> None:
