@@ -24,6 +24,7 @@ from benchmarks.contest import QUICK, Row, Settings
 
 TOPICS = {
     "eager": "Eager calls, no communication",
+    "layers": "Where the time of an eager call goes",
     "transforms": "torch.func.grad around one collective",
     "leaves": "Many leaves",
     "messages": "Messages of 4 MiB",
