@@ -20,7 +20,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-AFTERMATH = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
+AFTERMATH = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "gloo/transport",
+    "A rank has died, is stuck",  # of a CommunicationError
+)
 
 
 class Answer(NamedTuple):
