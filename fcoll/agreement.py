@@ -82,8 +82,8 @@ def compare(site: Site, sizes: Sizes | None, digested: Callable[[], Facts], writ
 class _Channel:
     """What the ranks of one process group say to each other.
 
-    Keys of call k: `k/r` what rank r is about to do, `k/verdict`, and after a mismatch `k/r/full` and `k/full`. Each
-    rank removes its own once it has the verdict; the first rank removes a verdict once all have come further.
+    Keys of call k: `k/r` what rank r is about to do, `k/verdict`, after a mismatch `k/r/full` and `k/full`. They are
+    kept until all ranks have come to a later call; then each removes what is its own, the first rank the verdicts.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
@@ -92,7 +92,7 @@ class _Channel:
         self.label = f"process group {name!r} of {len(self.ranks)} ranks"
         self.seen: set[str] = set()
         self.count = 0
-        self.stale: list[str] = []  # keys that the first rank removes once all have come further
+        self.stale: list[str] = []  # the keys to remove
         self.lock = threading.Lock()
         self.prefix = f"fcoll/{name}/{'_'.join(map(str, self.ranks))}"
         self.store: Any = None  # during a call
@@ -107,7 +107,8 @@ class _Channel:
         with self.lock:
             self.count += 1
             try:
-                connection = connections.pop() if connections else _connect()
+                connection = connections.pop() if connections else _torch.default_store().clone()
+                connection.set_timeout(timedelta(seconds=site.timeout))
                 self.store = dist.PrefixStore(self.prefix, connection)  # type: ignore[attr-defined]
                 self.positions = dist.PrefixStore("fcoll/at", connection)  # type: ignore[attr-defined]
                 verdict = self._agreed(call, site, describe)
@@ -126,23 +127,20 @@ class _Channel:
         self.positions.set(str(self.ranks[self.here]), f"{site}, call {self.count} of {self.label}")
         self.store.set(own, json.dumps(call))
         verdict = self._verdict(site)
-        if verdict == DIFFER:
-            verdict = self._explanation(describe, site)
-        self.store.delete_key(own)
-        self._forget(f"{self.count}/verdict")
-        return verdict
+        if verdict in (SAME, DIFFER):  # all have come here
+            for key in self.stale:
+                self.store.delete_key(key)
+            self.stale.clear()
+        self.stale += [own] if self.here else [own, f"{self.count}/verdict"]
+        return self._explanation(describe, site) if verdict == DIFFER else verdict
 
     def _verdict(self, site: Site) -> str:
         """SAME, DIFFER, or that somebody is missing."""
         key = f"{self.count}/verdict"
         try:
-            if self.here or self.store.check([key]):  # the first rank finds one if the others have given up
-                return self._read(key, site.timeout)
-            keys = [f"{self.count}/{r}" for r in self.all()]
-            self.store.wait(keys, timedelta(seconds=site.timeout))
-            calls = [_Call(*json.loads(text)) for text in self.store.multi_get(keys)]
-            while self.stale:
-                self.store.delete_key(self.stale.pop())
+            if self.here:
+                return self._read(key)
+            calls = self._calls()
             same = len({call.digest for call in calls}) == 1 and not self._crossed(calls, site)
             return self._decide(key, SAME if same else DIFFER)
         except dist.DistStoreError:
@@ -152,50 +150,36 @@ class _Channel:
         """How the calls differ."""
         own, key = f"{self.count}/{self.here}/full", f"{self.count}/full"
         self.store.set(own, json.dumps(describe()))
+        self.stale += [own] if self.here else [own, key]
         try:
             if self.here:
-                return self._read(key, site.timeout)
-            calls = [_Call(*json.loads(self._read(f"{self.count}/{r}", site.timeout))) for r in self.all()]
-            facts = [json.loads(self._read(f"{self.count}/{r}/full", site.timeout)) for r in self.all()]
-            return self._decide(key, "\n".join([*self._differences(facts), *self._crossed(calls, site)]))
+                return self._read(key)
+            facts = [json.loads(self._read(f"{self.count}/{r}/full")) for r in self.all()]
+            return self._decide(key, "\n".join([*self._differences(facts), *self._crossed(self._calls(), site)]))
         except dist.DistStoreError:
             return self._decide(key, f"the ranks of {self.label} disagree on call {self.count}; not all say in what")
-        finally:
-            self.store.delete_key(own)
-            self._forget(key)
-
-    def _forget(self, key: str) -> None:
-        if not self.here:
-            self.stale.append(key)
 
     def _decide(self, key: str, verdict: str) -> str:
         """The verdict that counts: this one, unless there is one."""
         return str(self.store.compare_set(key, "", verdict).decode())
 
-    def _read(self, key: str, timeout: float, store: Any = None) -> str:
-        store = store or self.store
-        store.wait([key], timedelta(seconds=timeout))
-        return str(store.get(key).decode())
+    def _read(self, key: str) -> str:
+        return str(self.store.get(key).decode())
 
-    def _look(self, key: str, store: Any = None) -> str | None:
-        """What is there now, if anything is."""
-        try:
-            return self._read(key, 1.0, store) if (store or self.store).check([key]) else None
-        except dist.DistStoreError:  # removed meanwhile
-            return None
+    def _calls(self) -> list[_Call]:
+        return [_Call(*json.loads(text)) for text in self.store.multi_get([f"{self.count}/{r}" for r in self.all()])]
 
     def _missing(self, site: Site) -> str:
         """Who has not come, and where everyone is."""
-        found = {r: self._look(f"{self.count}/{r}") for r in self.all()}
-        waiting = {self.ranks[r]: _Call(*json.loads(text)).where for r, text in found.items() if text}
+        here = [r for r in self.all() if self.store.check([f"{self.count}/{r}"])]
+        waiting = {self.ranks[r]: _Call(*json.loads(self._read(f"{self.count}/{r}"))).where for r in here}
         absent = [rank for rank in self.ranks if rank not in waiting]
         who = _names(absent) if absent else f"rank {self.ranks[0]}, which compares,"
         lines = [f"after {site.timeout:g} s, {who} had not come to call {self.count} of {self.label}"]
         for rank in absent:
-            last = self._look(str(rank), self.positions)
-            lines.append(
-                f"  rank {rank} was last seen at {last}" if last else f"  rank {rank} has made no checked call"
-            )
+            seen = self.positions.check([str(rank)])
+            last = f"was last seen at {self.positions.get(str(rank)).decode()}" if seen else "has made no checked call"
+            lines.append(f"  rank {rank} {last}")
         return "\n".join([*lines, *(f"  rank {rank} waits at {where}" for rank, where in waiting.items())])
 
     def _differences(self, written: list[Facts]) -> list[str]:
@@ -246,12 +230,6 @@ def _channel(name: str) -> tuple[_Channel | None, list[Any]]:
             alone = group.size() == 1 or dist.get_backend(group) == "fake"
             world.channels[name] = None if alone else _Channel(name, group)
         return world.channels[name], world.connections
-
-
-def _connect() -> Any:
-    connection = _torch.default_store().clone()
-    connection.set_timeout(timedelta(seconds=1))  # of reading what is there, and may be removed at that moment
-    return connection
 
 
 def _names(ranks: list[int]) -> str:

@@ -27,7 +27,7 @@ from common import grad
 from torch import Tensor
 
 import fcoll
-from fcoll import agreement
+from fcoll import _torch, agreement
 from fcoll.errors import CommunicationError
 
 N = 4
@@ -274,7 +274,7 @@ def run_scenarios(rank: int, ports: list[int], fault: str, checked: bool) -> Any
     mine = [name for name in names if rank >= N - SCENARIOS[name].size]
     if checked:  # connections to the store in advance, one of which may take longer than the limit
         _, connections = agreement._channel(groups[mine[0]].group_name)
-        connections.extend(agreement._connect() for _ in mine)
+        connections.extend(_torch.default_store().clone() for _ in mine)
         dist.barrier()
     together = threading.Barrier(
         len(names), action=lambda: os.kill(os.getpid(), FATAL[fault]) if fault in FATAL else None
