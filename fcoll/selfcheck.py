@@ -68,9 +68,10 @@ def _sizes(group: Any) -> list[int]:
 
 def _ragged(x: Tensor, group: Any) -> Tensor:
     """An all_to_all of single rows."""
-    n = fcoll.axis_size(group)
-    ones, own = torch.ones(n, dtype=torch.int64), fcoll.axis_index(group).expand(n)
-    return fcoll.ragged_all_to_all(x, torch.zeros_like(x), torch.arange(n), ones, own, ones, group)
+    n, device = fcoll.axis_size(group), x.device
+    ones, all_ranks = torch.ones(n, dtype=torch.int64, device=device), torch.arange(n, device=device)
+    own = fcoll.axis_index(group).to(device).expand(n)
+    return fcoll.ragged_all_to_all(x, torch.zeros_like(x), all_ranks, ones, own, ones, group)
 
 
 ROWS: dict[str, Row] = {
