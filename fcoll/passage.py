@@ -28,7 +28,7 @@ class Passage:
         self.name, self.params, self.layout, self.number = name, params, layout, number
         self.flight: Flight | None = None
         self.transposed: Passage | None = None
-        self.tangent: Passage | None = None
+        self.tangents: dict[int, Passage] = {}  # by the level of the transform that they belong to
         self.batched: Passage | None = None
         self.source = recorder.source() if recorder.active() else ""
 
@@ -40,6 +40,8 @@ class Passage:
 
     def receive(self) -> Tensor:
         """Wait for it, once."""
+        if self.flight is None and self.batched:
+            fail("value", "wait: this Pending was started inside a vmap that has ended; wait for it in there")
         if self.flight is None:
             fail("value", "wait: this Pending has been waited for already; keep the result of the first wait")
         flight, self.flight = self.flight, None
@@ -117,9 +119,9 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: Any) -> Any:
-        passage = ctx.passage
-        passage.tangent = passage.again(passage.params)
-        return _Begin.apply(tangent, passage.tangent)  # type: ignore[no-untyped-call]
+        passage, level = ctx.passage, _torch.level()
+        passage.tangents[level] = passage.again(passage.params)
+        return _Begin.apply(tangent, passage.tangents[level])  # type: ignore[no-untyped-call]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, passage: Passage) -> tuple[Tensor, int]:
@@ -144,7 +146,7 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: Any) -> Any:
-        return _End.apply(tangent, ctx.passage.tangent)  # type: ignore[no-untyped-call]
+        return _End.apply(tangent, ctx.passage.tangents[_torch.level()])  # type: ignore[no-untyped-call]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], handle: Tensor, passage: Passage) -> tuple[Tensor, int]:

@@ -89,6 +89,7 @@ def test_derivatives_of_every_kind(ranks: Pools) -> None:
             "jacfwd": lambda f: jacfwd(f)(x),
             "hessian": lambda f: hessian(f)(x),
             "reverse over reverse": lambda f: jacrev(jacrev(f))(x),
+            "forward over forward": lambda f: jacfwd(jacfwd(f))(x),
             "vmap": lambda f: vmap(f)(torch.stack([x, 2 * x])),
             "vmap of grad": lambda f: vmap(grad(f))(torch.stack([x, 2 * x])),
         }
@@ -212,6 +213,11 @@ def test_misuse(ranks: Pools) -> None:
         fcoll.wait(copy)
         refused(ValueError, lambda: fcoll.wait(as_tree))
 
+        # inside a vmap that has ended
+        kept: list[Any] = []
+        vmap(lambda x: kept.append(fcoll.start(fcoll.all_reduce, x, G)) or x)(x)
+        refused(ValueError, lambda: fcoll.wait(kept[0]))
+
         # across the border of a compiled function
         torch.compiler.reset()
         pending = fcoll.start(fcoll.all_reduce, x, G)
@@ -221,7 +227,8 @@ def test_misuse(ranks: Pools) -> None:
     for said in ranks(2).run(body, per_rank=[(0,), (1,)]):
         assert "was started before one that has been waited for" in said[0]
         assert "has been waited for already" in said[1]
-        assert said[2]
+        assert "was started inside a vmap that has ended" in said[2]
+        assert said[3]
 
 
 def test_what_cannot_be_started() -> None:
