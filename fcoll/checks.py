@@ -32,7 +32,7 @@ class Check(NamedTuple):
     """How calls are compared; travels as a plain tuple, in `groups.Layout.check`."""
 
     which: str  # "all", or "first": each line once
-    timeout: float
+    timeout: str  # a number, which as a float would be a symbol to compilers
     lines: bool  # whether the ranks must call from the same line
     done: bool = False  # what runs now has been compared
 
@@ -42,7 +42,7 @@ def _from_environment() -> tuple[Any, ...]:
     if which in ("", "0"):
         return ()
     return tuple(
-        Check("first" if which == "first" else "all", float(os.environ.get("FCOLL_CHECK_TIMEOUT", "30")), True)
+        Check("first" if which == "first" else "all", str(float(os.environ.get("FCOLL_CHECK_TIMEOUT", "30"))), True)
     )
 
 
@@ -97,7 +97,7 @@ class checked:
             fail("value", 'checked: which is "all" or "first", got {!r}', which)
         if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
             fail("value", "checked: timeout is a positive number of seconds, got {!r}", timeout)
-        self._check: tuple[Any, ...] = (which, float(timeout), bool(lines), False)
+        self._check: tuple[Any, ...] = (which, str(float(timeout)), bool(lines), False)
         self._before: list[tuple[Any, ...]] = []
 
     def __enter__(self) -> None:
@@ -109,12 +109,15 @@ class checked:
 
     def __call__(self, f: Function) -> Function:
         """f, with its calls checked."""
-        which, timeout, lines, _ = self._check
+        check = self._check
 
         @functools.wraps(f)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with checked(which, timeout=timeout, lines=lines):
+            before, _state.check = _state.check, check
+            try:
                 return f(*args, **kwargs)
+            finally:
+                _state.check = before
 
         return wrapped  # type: ignore[return-value]
 
@@ -130,7 +133,7 @@ def whole(function: str, leaves: list[Any], spec: Any, layout: Any) -> Any:
     if torch.compiler.is_compiling() or any(_torch.tracing(leaf) for leaf in leaves):
         return layout
     check, place = Check(*layout.check), recorder.source()
-    site = Site(layout.process, layout.order, *check[:3], function, place, "")
+    site = Site(layout.process, layout.order, check.which, float(check.timeout), check.lines, function, place, "")
     given = _arguments(function)
     sizes, varying = _sizes(given, leaves)
     graded = _graded(given, leaves)
@@ -163,7 +166,9 @@ def each(name: str, x: Tensor, params: tuple[Any, ...], layout: Any) -> Tensor:
         params = tuple(axes)
     phase = "backward" if recorder.backward() else ""
     text = f"{name}{params}".replace(",)", ")")
-    site = Site(layout.process, layout.order, *check[:3], text, recorder.source(), phase)
+    site = Site(
+        layout.process, layout.order, check.which, float(check.timeout), check.lines, text, recorder.source(), phase
+    )
     if _torch.tracing(x):
         checked: Tensor = torch.ops.fcoll.check(x, json.dumps(site), list(axes), list(send), list(receive))
         return checked
