@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fcoll import _torch, buckets, checks, groups, pending, trees
 from fcoll.bind import bind
-from fcoll.errors import beyond_int64, check_flag, fail
+from fcoll.errors import beyond_int64, check_flag, fail, kind_of
 from fcoll.groups import Axis, GroupLike
 from fcoll.passage import begin
 from fcoll.primitives import Params
@@ -172,7 +172,7 @@ class Call(Generic[Tree]):
             if beyond_int64(leaf):
                 self.fail(i, "value", "is {}, which no int64 tensor holds; make it a float", leaf)
             return torch.tensor(leaf)
-        self.fail(i, "type", "is a {}; leaves are tensors, numbers and None", type(leaf).__name__)
+        self.fail(i, "type", "is a {}; leaves are tensors, numbers and None", kind_of(leaf))
 
     def flag(self, name: str, value: bool) -> bool:
         """`value`, which is True or False."""
@@ -184,7 +184,7 @@ class Call(Generic[Tree]):
         self._even()
         leaf = self.leaves[i]
         if not isinstance(axis, int) or isinstance(axis, bool):
-            fail("type", "{}: {} is an integer, got {}", self.function, name, type(axis).__name__)
+            fail("type", "{}: {} is an integer, got {}", self.function, name, kind_of(axis))
         ndim = leaf.ndim + inserted
         if not -ndim <= axis < ndim:
             remedy = f"use one from {-ndim} to {ndim - 1}" if ndim else "a 0-d tensor has no axis; use tiled=False"
@@ -216,7 +216,9 @@ class Call(Generic[Tree]):
 
     def check_op(self, op: str, among: Sequence[str] = tuple(RECORDS)) -> None:
         """The operation exists, and for every leaf's dtype."""
-        if not isinstance(op, str) or op not in among:
+        if op is not None and not isinstance(op, str):
+            fail("type", "{}: op is a string, got {}", self.function, kind_of(op))
+        if op not in among:
             fail("value", "{}: op is one of {}, got {!r}", self.function, ", ".join(among), op)
         if op == "prod" and self.axis.layout.partition:  # whose derivative gathers within each, on one stack of all
             self._even()
@@ -236,7 +238,7 @@ class Call(Generic[Tree]):
     def bucket_size(self, size: int) -> int:
         """How large a message of several leaves may be, in bytes."""
         if type(size) is not int:
-            fail("type", "{}: bucket_size is an integer, got {}", self.function, type(size).__name__)
+            fail("type", "{}: bucket_size is an integer, got {}", self.function, kind_of(size))
         if size < 0:
             fail("value", "{}: bucket_size={} is negative; 0 sends each leaf by itself", self.function, size)
         return size
@@ -244,7 +246,7 @@ class Call(Generic[Tree]):
     def root(self, name: str, rank: int) -> int:
         """A rank of the group."""
         if not isinstance(rank, int) or isinstance(rank, bool):
-            fail("type", "{}: {} is an integer, got {}", self.function, name, type(rank).__name__)
+            fail("type", "{}: {} is an integer, got {}", self.function, name, kind_of(rank))
         n = min(self.axis.layout.subgroups, default=self.axis.n)
         if not 0 <= rank < n:
             fail(
@@ -257,7 +259,7 @@ class Call(Generic[Tree]):
         """A permutation, whole or in part."""
         self._even()
         if not isinstance(perm, (list, tuple)):
-            fail("type", "{}: perm lists (source, destination) pairs, got {}", self.function, type(perm).__name__)
+            fail("type", "{}: perm lists (source, destination) pairs, got {}", self.function, kind_of(perm))
         for pair in perm:
             if not isinstance(pair, (list, tuple)) or [type(rank) for rank in pair] != [int, int]:
                 fail("type", "{}: perm holds pairs of integers (source, destination), got {}", self.function, str(pair))

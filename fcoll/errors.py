@@ -61,17 +61,22 @@ def beyond_int64(value: object) -> bool:
     return not (can(value >= -(1 << 63)) and can(value < 1 << 63))
 
 
+def kind_of(value: object) -> str:
+    """The name of its type, for `fail`: `__name__` is no constant to Dynamo where that is list or dict."""
+    return str(type(value)).removesuffix("'>").rpartition("'")[2].rpartition(".")[2]
+
+
 def check_flag(function: str, name: str, value: object) -> bool:
     """`value`, which must be True or False: a "no" would be taken for a yes."""
     if not isinstance(value, bool):
-        fail("type", "{}: {} is True or False, got {}", function, name, type(value).__name__)
+        fail("type", "{}: {} is True or False, got {}", function, name, kind_of(value))
     return value
 
 
 def check_callable(function: str, f: object) -> None:
     """That what `function` transforms is a function."""
     if not callable(f):
-        fail("type", "{}: f is a function, got {}", function, type(f).__name__)
+        fail("type", "{}: f is a function, got {}", function, kind_of(f))
 
 
 def _concrete(detail: object) -> object:

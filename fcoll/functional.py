@@ -28,7 +28,7 @@ from fcoll.bind import bind
 from fcoll.blocks import join_blocks, split_blocks
 from fcoll.buckets import FULL
 from fcoll.calls import RECORDS, Call, Fused
-from fcoll.errors import fail
+from fcoll.errors import fail, kind_of
 from fcoll.groups import GroupLike
 from fcoll.ragged import ragged_all_to_all
 from fcoll.ranking import argmax, argmin, prefix_sum
@@ -132,7 +132,7 @@ def all_gather(
     """
     if sizes is not None:
         stack = functools.partial(all_gather, group=group, tiled=False, invariant=invariant, bucket_size=bucket_size)
-        return uneven.all_gather(tree, group, axis, tiled, sizes, bucket_size, stack)
+        return uneven.all_gather(tree, group, axis, tiled, sizes, invariant, bucket_size, stack)
     call = Call("all_gather", tree, group)
     params = [(call.axis_of(i, "axis", axis, tiled=tiled), tiled) for i in call.indices]
     fused = Fused(0, (0, False), None, lambda y, own: join_blocks(y, *own), call.bucket_size(bucket_size))
@@ -411,7 +411,7 @@ def shift(tree: Tree, group: GroupLike, offset: int = 1, *, wrap: bool = True, b
     """
     call = Call("shift", tree, group)
     if not isinstance(offset, int) or isinstance(offset, bool):
-        fail("type", "shift: offset is an integer, got {}", type(offset).__name__)
+        fail("type", "shift: offset is an integer, got {}", kind_of(offset))
     call._even()
     params = offset, call.flag("wrap", wrap)
     return call.run_elementwise("shift", *params, bucket_size=call.bucket_size(bucket_size))

@@ -20,7 +20,7 @@ from fcoll import _torch, recorder
 from fcoll.bind import bind
 from fcoll.calls import Call, Fused
 from fcoll.engine import Process
-from fcoll.errors import beyond_int64, check_flag, fail
+from fcoll.errors import beyond_int64, check_flag, fail, kind_of
 from fcoll.groups import GroupLike
 from fcoll.primitives import Params
 
@@ -35,13 +35,15 @@ def all_gather(
     axis: int,
     tiled: bool,
     sizes: Sizes | str,
+    invariant: bool,
     bucket_size: int,
     gather: Callable[[list[Tensor]], list[Tensor]],
 ) -> Tree:
     """See functional.all_gather; `gather` stacks tensors of one shape."""
     _check_tiled("all_gather", "sizes", tiled)
     call = Call("all_gather", tree, group)
-    call.bucket_size(bucket_size)  # before the sizes are exchanged
+    call.flag("invariant", invariant)  # which `gather` would look at only after the sizes have been exchanged
+    call.bucket_size(bucket_size)
     axes = [call.axis_of(i, "axis", axis) for i in call.indices]
     if not call.leaves:
         return tree
@@ -176,10 +178,10 @@ def _listed(call: Call[Any], name: str, sizes: Sizes) -> list[int]:
     elif isinstance(sizes, (list, tuple)):
         listed = list(sizes)
     else:
-        fail("type", "{}: {} are a sequence or a tensor of integers, got {}", function, name, type(sizes).__name__)
+        fail("type", "{}: {} are a sequence or a tensor of integers, got {}", function, name, kind_of(sizes))
     for size in listed:
         if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
-            fail("type", "{}: {} are integers, got {}", function, name, type(size).__name__)
+            fail("type", "{}: {} are integers, got {}", function, name, kind_of(size))
         if not isinstance(sizes, Tensor) and beyond_int64(size):  # of a tensor's, a compiled graph knows nothing
             fail("value", "{}: {} are int64 numbers, got {}", function, name, size)
     if len(listed) != n:
