@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -397,3 +398,34 @@ def test_marked_functions_are_known_to_the_cache() -> None:
         _torch.mark_cacheable(["a.b"], "1")
         assert config.unsafe_marked_cacheable_functions == {"a.b": "1"}
     assert "a.b" not in config.unsafe_marked_cacheable_functions
+
+
+def store_of_the_world() -> tuple[bytes, bool]:
+    rank = dist.get_rank()
+    clone = _torch.default_store().clone()
+    clone.set_timeout(timedelta(seconds=30))
+    clone.set(f"private/{rank}", str(rank))
+    other = clone.get(f"private/{1 - rank}")  # waits for it
+    verdicts = {bytes(clone.compare_set("private/verdict", "", str(rank))) for _ in range(2)}
+    return other, len(verdicts) == 1
+
+
+def test_the_store_of_the_world_can_be_cloned_and_decides(ranks: Pools) -> None:
+    assert ranks(2).run(store_of_the_world) == [(b"1", True), (b"0", True)]
+
+
+def test_lines_are_those_of_the_program_while_it_is_traced() -> None:
+    seen: list[list[tuple[str, int]]] = []
+
+    @_torch.allow_in_graph
+    def look(x: Tensor) -> Tensor:
+        seen.append(_torch.traced_lines())
+        return x.sin()
+
+    def f(x: Tensor) -> Tensor:
+        return look(x)
+
+    torch.compile(f, fullgraph=True, backend="aot_eager")(torch.ones(2))
+    lines = {line for place in seen for file, line in place if file == __file__}
+    assert f.__code__.co_firstlineno + 1 in lines
+    assert _torch.traced_lines() == []
