@@ -196,7 +196,9 @@ class _Channel:
 
     def _crossed(self, calls: list[_Call], site: Site) -> list[str]:
         """Where what a rank sends is not what the other expects."""
-        lines = []
+        lines: list[str] = []
+        if any(len(sizes) not in (0, len(calls)) for call in calls for sizes in call.sizes or ()):
+            return lines  # which all ranks refuse
         in_order = list(site.order or self.all())  # sizes are listed in the order of the group
         for i, sender in enumerate(in_order):
             for j, receiver in enumerate(in_order):

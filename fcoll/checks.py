@@ -249,8 +249,8 @@ def _sizes(given: dict[str, Any], leaves: list[Any]) -> tuple[tuple[list[int], l
     numbers = [_numbers(given.get(name)) for name in ("send_sizes", "recv_sizes")]
     if len(set(axes)) != 1 or not all(isinstance(size, int) for sizes in numbers for size in sizes):
         return None, axes
-    for name in ("send_sizes", "recv_sizes"):
-        given[name] = given[name] is not None  # compared crosswise
+    for name, listed in zip(("send_sizes", "recv_sizes"), numbers, strict=True):
+        given[name] = None if given[name] is None else f"{len(listed)} sizes"  # which are compared crosswise
     return (numbers[0], numbers[1]), axes
 
 

@@ -71,15 +71,15 @@ def test_a_wrong_record_is_found(
 def check_here(rank: int, wrong: bool) -> tuple[int, bool]:
     """In a world that there is already; only rank 1's record is wrong."""
     if wrong and rank == 1:
-        original = PRIMITIVES["permute"]
-        PRIMITIVES["permute"] = replace(
-            original, on_process=lambda x, process, perm: original.on_process(x + 1, process, perm)
+        original = PRIMITIVES["broadcast"]
+        PRIMITIVES["broadcast"] = replace(
+            original, on_process=lambda x, process, src: original.on_process(x + 1, process, src)
         )
     try:
-        return selfcheck.main(["--only", "shift"]), dist.is_initialized()
+        return selfcheck.main(["--only", "broadcast"]), dist.is_initialized()
     finally:
         if wrong and rank == 1:
-            PRIMITIVES["permute"] = original
+            PRIMITIVES["broadcast"] = original
 
 
 def test_every_rank_fails_if_one_does(ranks: Pools) -> None:
