@@ -250,7 +250,9 @@ def _sizes(given: dict[str, Any], leaves: list[Any]) -> tuple[tuple[list[int], l
     if len(set(axes)) != 1 or not all(isinstance(size, int) for sizes in numbers for size in sizes):
         return None, axes
     for name, listed in zip(("send_sizes", "recv_sizes"), numbers, strict=True):
-        given[name] = None if given[name] is None else f"{len(listed)} sizes"  # which are compared crosswise
+        if given[name] is not None:  # what is in it is compared crosswise
+            del given[name]
+            given[f"number of {name}"] = len(listed)
     return (numbers[0], numbers[1]), axes
 
 

@@ -68,7 +68,7 @@ def constant_on_one(rank: int) -> Any:
 
 
 def wrong_number_of_sizes(rank: int) -> None:
-    with pytest.raises(CollectiveValueError, match="all_to_all: send_sizes .* for the . ranks"):
+    with pytest.raises(CollectiveValueError, match="all_to_all: send_sizes"):
         fcoll.all_to_all(torch.ones(2), W, send_sizes=[2], recv_sizes=[2])
     fcoll.all_to_all(torch.ones(2), W, send_sizes=[2] if rank == 1 else [1, 1], recv_sizes=[1, 1])
 
@@ -126,7 +126,7 @@ DISAGREE: dict[str, tuple[Program, list[str]]] = {
         ["rank 0 has backward of test_checks.py:", "all_reduce('sum'); rank", "reduce_scatter(0, True)"],
     ),
     "order": (order_of_calls, ["rank 0 has test_checks.py:", "broadcast; rank", "all_reduce"]),
-    "number of sizes": (wrong_number_of_sizes, ["rank 1 has 1 sizes"]),
+    "number of sizes": (wrong_number_of_sizes, ["number of send_sizes: rank", "rank 1 has 1"]),
     "sizes": (
         lambda r: fcoll.all_to_all(torch.ones(2), W, send_sizes=[1, 1], recv_sizes=[1, 1 + (r == 1)]),
         ["sizes: rank 1 sends 1 to rank 1, which expects 2"],
