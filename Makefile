@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python;
 	"$$python" -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench docs format clean
+.PHONY: help demo test soak bench docs format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ test: $(VENV)/.dev ## Lint, check the types and run all tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+soak: $(VENV)/.dev ## Run for minutes on four ranks: memory stays flat
+	$(BIN)/python tests/soak.py
 
 bench: $(VENV)/.bench ## Run the measurements in benchmarks/
 	$(BIN)/python benchmarks/run.py --plots docs/figures --markdown docs/figures.md

@@ -51,8 +51,10 @@ def tensor(rank: Any, *shape: int, dtype: str) -> Tensor:
     if kind.is_complex:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of complex32
-            return torch.complex(x.double(), (x + rank).double()).to(kind)
-    return (x if kind.is_signed or kind.is_floating_point else x.abs()).to(kind)
+            z: Tensor = torch.complex(x.double(), (x + rank).double()).to(kind)
+        return z
+    y: Tensor = (x if kind.is_signed or kind.is_floating_point else x.abs()).to(kind)
+    return y
 
 
 def scope(g: Any, n: int, rank: Any, mesh: Any = None, w: Any = None) -> dict[str, Any]:
@@ -305,7 +307,7 @@ def wrong_ragged(draw: Callable[..., Any]) -> Wrong:
     return Wrong(f"fcoll.ragged_all_to_all({tree}, {other}, {vectors}, {group})", at and at + PLACES[around])
 
 
-OTHERS: dict[str, tuple[str, ...]] = {
+OTHERS: dict[str, Iterable[str]] = {
     "fcoll.axis_index(ARG)": GROUPS,
     "fcoll.axis_size(ARG)": GROUPS,
     "lax.axis_index(ARG)": [code for code in GROUPS if code != "[g]"],
@@ -358,7 +360,7 @@ ABOUT_PROCESSES = (
 
 _MESHES = ("5", "None", "'a'", "P('a')", "f", "object()", "[2]", "torch.ones(2)")
 _SPECS = ("5", "'a'", "('a',)", "P('b')", "(P('b'),)", "{'x': 'a'}", "[P('a'), 5]", "object()", "f")
-MAPS: dict[str, tuple[str, ...]] = {
+MAPS: dict[str, Iterable[str]] = {
     "P(ARG)": ("5", "['a']", "('a', 5)", "('a', None)", "b'a'", "P('a')", "('a', 'a')", "1.5", "f", "{'a'}"),
     "P('a', ARG)": ("'a'", "('a',)", "('b', 'a')", "5", "['b']"),
     "fcoll.virtual_mesh(a=ARG)": ("0", "-1", "'2'", "True", "2.0", "None", "[2]", "torch.tensor(2)", "np.int64(2)"),
@@ -409,7 +411,7 @@ LEAVES_OF_MAPS = {  # the path's root, and what is around the tree
 
 
 @st.composite
-def wrong_others(draw: Callable[..., Any], templates: dict[str, tuple[str, ...]]) -> Wrong:
+def wrong_others(draw: Callable[..., Any], templates: dict[str, Iterable[str]]) -> Wrong:
     template = draw(choice(templates))
     return Wrong(template.replace("ARG", draw(choice(templates[template]))))
 
@@ -457,7 +459,7 @@ def right_calls(draw: Callable[..., Any]) -> str:
     elif "sizes" in given:
         dtypes = tuple(dtype for dtype in MOVED if "float8" not in dtype)  # of which torch pads none
     cut = any("axis" in key or "sizes" in key for key in function.slots)
-    shapes = SQUARE if cut else (*SQUARE, *SHAPES)
+    shapes: tuple[str, ...] = SQUARE if cut else (*SQUARE, *SHAPES)
     if cut and "sizes" not in name + "".join(function.slots) and given.get("tiled") != "False":
         shapes += TILES
     leaves = []

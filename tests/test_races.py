@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,9 +55,13 @@ def loss(x: Tensor, group: Any, weight: Tensor) -> Tensor:
     """Its gradient, summed over the ranks, is that of 2 Σ weight · total + Σ total²."""
     y = fcoll.all_reduce(x, group)
     rows = fcoll.all_gather(x, group, 0, tiled=False)
-    tree = fcoll.all_reduce({"a": x[0], "b": [x[1], x[2]]}, group)
-    joined = torch.stack([tree["a"], *tree["b"]])
+    tree: Any = fcoll.all_reduce({"a": x[0], "b": [x[1], x[2]]}, group)
+    joined = torch.stack(optree.tree_leaves(tree))
     return (weight * (joined + rows.sum(0))).sum() + (y * y).sum()
+
+
+def both(x: Tensor, group: Any, weight: Tensor) -> None:
+    loss(x, group, weight).backward()
 
 
 def slope(n: int, turn: int) -> Tensor:
@@ -77,10 +82,10 @@ def test_backward_in_worker_threads(ranks: Pools, n: int) -> None:
                 case 0:
                     in_threads(loss(x, world, weight).backward)
                 case 1:
-                    in_threads(lambda x=x: loss(x, world, weight).backward())
+                    in_threads(functools.partial(both, x, world, weight))
                 case 2:
                     again = checkpoint(loss, x, world, weight, use_reentrant=turn % 8 == 2)
-                    in_threads(again.backward)  # type: ignore[union-attr]
+                    in_threads(again.backward)
                 case 3:
 
                     def transformed(x: Tensor = x) -> None:
@@ -124,7 +129,7 @@ def test_two_groups_from_two_threads(ranks: Pools) -> None:
                 for by in (2, 0, 1):  # without derivatives in any order
                     assert torch.equal(fcoll.wait(started[by]), value((rank - by) % n, turn))
                 with fcoll.checked(timeout=20) if turn % 40 == which else fcoll.checked("first", timeout=20):
-                    y = fcoll.broadcast({"a": value(rank, turn), "b": turn}, group, turn % n)
+                    y: dict[str, Any] = fcoll.broadcast({"a": value(rank, turn), "b": turn}, group, turn % n)
                 assert torch.equal(y["a"], value(turn % n, turn))
 
         in_threads(*[functools.partial(work, which) for which in range(2)])
@@ -211,6 +216,12 @@ def printed(x: Tensor) -> Tensor:
     return shown
 
 
+def in_a_thread(x: Tensor) -> Tensor:
+    found: list[Tensor] = []
+    in_threads(lambda: found.append(x.detach().clone()))
+    return found[0]
+
+
 READERS: dict[str, Callable[[Tensor], Any]] = {
     "repr": printed,
     "numpy": lambda x: torch.from_numpy(x.detach().numpy().copy()),
@@ -219,7 +230,7 @@ READERS: dict[str, Callable[[Tensor], Any]] = {
     "Function": Read.apply,
     "tolist": lambda x: torch.tensor(x.tolist(), dtype=torch.float64),
     "item": lambda x: torch.tensor([[y.item() for y in row] for row in x], dtype=torch.float64),
-    "dlpack": lambda x: torch.from_dlpack(x.detach()).clone(),
+    "dlpack": lambda x: torch.utils.dlpack.from_dlpack(x.detach()).clone(),
     "save": lambda x: saved(x.detach()),
     "storage": lambda x: (
         torch.tensor(list(x.detach().contiguous().untyped_storage()), dtype=torch.uint8)
@@ -227,7 +238,7 @@ READERS: dict[str, Callable[[Tensor], Any]] = {
         .view(x.shape)
     ),
     "in place": lambda x: x.detach().add_(0.0),
-    "a thread": lambda x: [found := [], in_threads(lambda: found.append(x.detach().clone())), found[0]][-1],
+    "a thread": in_a_thread,
 }
 
 
