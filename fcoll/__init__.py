@@ -5,6 +5,7 @@ from fcoll._version import __version__
 from fcoll.barriers import barrier
 from fcoll.checks import checked
 from fcoll.compiling import compile
+from fcoll.drawing import draw
 from fcoll.errors import (
     CollectiveTypeError,
     CollectiveValueError,
@@ -23,6 +24,7 @@ from fcoll.pending import Pending, start, wait
 from fcoll.objects import all_gather_object, all_gather_tree, broadcast_object, broadcast_tree
 from fcoll.sharding import shard_map
 from fcoll.specs import P
+from fcoll.svg import Picture
 from fcoll.tracing import Trace, trace
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "GroupLike",
     "P",
     "Pending",
+    "Picture",
     "Trace",
     "UnboundAxisError",
     "VirtualMesh",
@@ -49,6 +52,7 @@ __all__ = [
     "broadcast_tree",
     "checked",
     "compile",
+    "draw",
     "functional",
     "group",
     "launch",

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fcoll import _torch, axes
+from fcoll import _torch, axes, layouts
 from fcoll.engine import SIMULATED, make_group, order_of
 from fcoll.errors import fail
+from fcoll.svg import Picture
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,25 @@ class VirtualMesh:
     def size(self, mesh_dim: int | None = None) -> int:
         """The number of ranks, of all or along one axis."""
         return math.prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
+
+    def draw(self) -> Picture:
+        """Draw which rank is where.
+
+        Raises:
+            ValueError: more than 64 ranks.
+
+        Example:
+            >>> fcoll.virtual_mesh(dp=2, tp=3).draw()
+            VirtualMesh(dp=2, tp=3)
+            <BLANKLINE>
+               0  1  2
+            0  0  1  2
+            1  3  4  5
+        """
+        return layouts.mesh(self.mesh_dim_names, self.shape)
+
+    def _repr_html_(self) -> str:
+        return self.draw()._repr_html_() if self.size() <= layouts.RANKS else f"<code>{self!r}</code>"
 
     def __repr__(self) -> str:
         return f"VirtualMesh({_spelled(dict(zip(self.mesh_dim_names, self.shape, strict=True)))})"
@@ -189,6 +209,11 @@ def shape_of(function: str, mesh: Any) -> Shape:
     if isinstance(shape, str):
         fail("type", "{}: {}", function, shape)
     return Shape(*shape)
+
+
+def ranks_of(mesh: Any) -> list[int]:
+    """The ranks of a mesh, in row-major order."""
+    return list(range(mesh.size())) if isinstance(mesh, VirtualMesh) else mesh.mesh.flatten().tolist()
 
 
 @_torch.assume_constant_result

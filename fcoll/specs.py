@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
+from fcoll import layouts, meshes
 from fcoll.errors import fail
+from fcoll.meshes import Mesh
+from fcoll.svg import Picture
 
 Entries: TypeAlias = tuple[tuple[str, ...], ...]
 """Per tensor axis, the names it is cut along, major first."""
@@ -40,6 +45,27 @@ class P:
     def names(self) -> tuple[str, ...]:
         """All names, in order."""
         return tuple(name for entry in self.entries for name in entry)
+
+    def draw(self, shape: Sequence[int], mesh: Mesh) -> Picture:
+        """Draw which ranks of a mesh own which block of a tensor.
+
+        Args:
+            shape: of the global tensor.
+            mesh: a VirtualMesh or a DeviceMesh.
+
+        Raises:
+            ValueError: an axis name that the mesh has not, more entries than the tensor has axes, a size that the mesh
+                does not divide; more than 64 ranks or blocks.
+
+        Example:
+            >>> fcoll.P("dp").draw((8, 4), fcoll.virtual_mesh(dp=2, tp=2))
+            P('dp') of shape (8, 4) over dp=2, tp=2
+            <BLANKLINE>
+                 0:4
+            0:4  0,1
+            4:8  2,3
+        """
+        return _draw(self, tuple(shape), mesh)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return P, self.entries
@@ -85,6 +111,30 @@ def spelled(specs: Any) -> str:
     if isinstance(specs, P):
         return "P(" + ", ".join([_spelled(entry) for entry in specs.entries]) + ")"
     return "None" if specs is None else f"a {type(specs).__name__}"
+
+
+def _draw(spec: P, shape: tuple[int, ...], mesh: Mesh) -> Picture:
+    _, names, sizes, _ = meshes.shape_of("P.draw", mesh)
+    if len(spec) > len(shape):
+        fail("value", "P.draw: shape {} has fewer axes than {} has entries", shape, spelled(spec))
+    counts = [1] * len(shape)
+    for axis, entry in enumerate(spec):
+        for name in entry:
+            if name not in names:
+                fail("value", "P.draw: {} names {!r}, which is no axis of the mesh {}", spelled(spec), name, str(names))
+            counts[axis] *= sizes[names.index(name)]
+        if shape[axis] % counts[axis]:
+            fail("value", "P.draw: size {} of axis {} is not a multiple of the {} ranks that {} cuts it among; pad it",
+                 shape[axis], axis, counts[axis], spelled(spec))  # fmt: skip
+    blocks = torch.arange(math.prod(counts)).reshape(counts)
+    layouts.owners_fit(math.prod(sizes), blocks.numel())
+    pieces = to_ranks(blocks, spec.entries, names, sizes)  # of one block each
+    held = pieces.reshape([size if name in spec.names else 1 for name, size in zip(names, sizes, strict=True)])
+    owners: list[list[int]] = [[] for _ in range(blocks.numel())]
+    for rank, block in zip(meshes.ranks_of(mesh), held.expand(sizes).flatten().tolist(), strict=True):
+        owners[block].append(rank)
+    over = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+    return layouts.tensor(f"{spelled(spec)} of shape {shape} over {over}", shape, counts, owners)
 
 
 # A leaf between its global shape and the shape that has the ranks in front. Plain operations: exact under autograd.

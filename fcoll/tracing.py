@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll import _torch, axes, meshes, recorder, trees
+from fcoll import _torch, axes, charts, meshes, recorder, trees
+from fcoll.charts import bytes_of
 from fcoll.errors import check_callable
 from fcoll.groups import PENDING, Layout
 from fcoll.meshes import Mesh
 from fcoll.primitives import PRIMITIVES
+from fcoll.svg import Picture
 
 Cost = Callable[[int, float], tuple[float, float]]
 """(ranks, bytes that a rank puts in) -> (messages one after the other, bytes that the busiest rank sends)"""
@@ -132,16 +134,37 @@ class Trace:
         """
         if algorithm not in ("ring", "direct", "best"):
             raise ValueError(f"algorithm is ring, direct or best, got {algorithm!r}")
-        total = 0.0
-        for record in self.records:
-            alpha = latency[record.axis] if isinstance(latency, Mapping) else latency
-            beta = bandwidth[record.axis] if isinstance(bandwidth, Mapping) else bandwidth
-            times = {}
-            for name, table in (("ring", _RING), ("direct", _DIRECT)):
-                messages, sent = table[record.collective](record.n, record.payload)
-                times[name] = messages * alpha + sent / beta
-            total += min(times.values()) if algorithm == "best" else times[algorithm]
-        return total
+        return sum((_seconds(record, latency, bandwidth, algorithm) for record in self.records), 0.0)
+
+    def draw(
+        self, latency: float | Mapping[str, float] = 5e-6, bandwidth: float | Mapping[str, float] = 25e9
+    ) -> Picture:
+        """Draw a timeline of the collectives, one after the other as in `time`, and the bytes per axis.
+
+        Args:
+            latency, bandwidth: as for `time`.
+
+        Raises:
+            ValueError: more than 1000 collectives.
+            KeyError: an axis without a number.
+
+        Example:
+            >>> found = fcoll.trace(lambda x: fcoll.all_reduce(x, "dp"), fcoll.virtual_mesh(dp=8))(torch.ones(1024))
+            >>> found.draw()
+            1 collective, 6.15 µs one after the other
+            dp   put in: 4 KiB; sent by ring: 7 KiB; sent directly: 28 KiB
+        """
+        events = [
+            charts.Event(
+                r.collective,
+                r.axis,
+                _seconds(r, latency, bandwidth, "best"),
+                r.phase,
+                f"{r.collective} over {r.axis}, {r.n} ranks, {bytes_of(r.payload)}, {r.phase}, {r.source}",
+            )
+            for r in self.records
+        ]
+        return charts.picture(events, self.totals())
 
     def __str__(self) -> str:
         widths = [max(map(len, column)) for column in zip(*self._table(), strict=True)]
@@ -155,21 +178,22 @@ class Trace:
         body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
         heads = "".join(f"<th>{cell}</th>" for cell in head)
         summary = "<br>".join(map(html.escape, self._summary()))
-        return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table><p>{summary}</p>"
+        picture = self.draw()._repr_html_() if 0 < len(self) <= charts.EVENTS else ""
+        return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table><p>{summary}</p>{picture}"
 
     def _table(self) -> list[list[str]]:
         head = ["", "collective", "axis", "ranks", "puts in", "payload", "ring", "direct", "phase", "source"]
         rows = []
         for i, r in enumerate(self.records):
-            sizes = [_bytes(count) for count in (r.payload, r.ring, r.direct)]
+            sizes = [bytes_of(count) for count in (r.payload, r.ring, r.direct)]
             what = f"{r.dtype}{list(r.shape)}"
             rows.append([str(i), r.collective, r.axis, str(r.n), what, *sizes, r.phase, r.source])
         return [head, *rows]
 
     def _summary(self) -> list[str]:
         lines = [
-            f"{axis}: {t['collectives']} collectives, payload {_bytes(t['payload'])}, "
-            f"sent per rank {_bytes(t['ring'])} (ring) or {_bytes(t['direct'])} (direct)"
+            f"{axis}: {t['collectives']} collectives, payload {bytes_of(t['payload'])}, "
+            f"sent per rank {bytes_of(t['ring'])} (ring) or {bytes_of(t['direct'])} (direct)"
             for axis, t in self.totals().items()
         ]
         return lines or ["nothing is communicated"]
@@ -246,10 +270,13 @@ def _record(name: str, x: Tensor, layout: Layout, source: str, backward: bool) -
     )
 
 
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
+def _seconds(
+    record: Record, latency: float | Mapping[str, float], bandwidth: float | Mapping[str, float], algorithm: str
+) -> float:
+    alpha = latency[record.axis] if isinstance(latency, Mapping) else latency
+    beta = bandwidth[record.axis] if isinstance(bandwidth, Mapping) else bandwidth
+    times = {}
+    for name, table in (("ring", _RING), ("direct", _DIRECT)):
+        messages, sent = table[record.collective](record.n, record.payload)
+        times[name] = messages * alpha + sent / beta
+    return min(times.values()) if algorithm == "best" else times[algorithm]
