@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, overload
 
-import optree
 import torch
 
-from fcoll import _torch
+from fcoll import _torch, guards
 from fcoll.errors import check_callable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -54,7 +50,7 @@ def compile(f: Any = None, **options: Any) -> Any:
     check_callable("compile", f)
     _torch.mark_cacheable(_NAMES, _digest())
     if options.get("mode") is None:
-        options["options"] = {"guard_filter_fn": _needed, **(options.get("options") or {})}
+        options["options"] = {"guard_filter_fn": guards.needed, **(options.get("options") or {})}
     compiled: Any = torch.compile(f, **{"fullgraph": True, **options})
     name = getattr(f, "__name__", type(f).__name__)
     warned: list[bool] = []
@@ -73,31 +69,6 @@ def compile(f: Any = None, **options: Any) -> Any:
 
     return call
 
-
-def _needed(guards: Sequence[Any]) -> list[bool]:
-    """Which guards a call has to verify: not those on libraries' code and constants, which nobody changes."""
-    return [not (_in_library(guard.name) or (guard.has_value and _is_code(guard.value))) for guard in guards]
-
-
-def _in_library(name: str) -> bool:
-    """Whether a guard, by its name, is on something in the modules of a library that is not state."""
-    return _LIBRARIES.match(name) is not None and "._state" not in name and "._scope" not in name
-
-
-def _is_code(value: object) -> bool:
-    """Whether this is a module, class, function or code object of a library."""
-    if isinstance(value, CodeType):
-        return value.co_filename.startswith(_FOLDERS)
-    if isinstance(value, ModuleType):
-        return value.__name__.split(".")[0] in _ROOTS
-    module = getattr(value, "__module__", None)
-    code = isinstance(value, (type, FunctionType, BuiltinFunctionType))
-    return code and isinstance(module, str) and module.split(".")[0] in _ROOTS
-
-
-_ROOTS = ("fcoll", "optree", "torch", "builtins", "collections", "dataclasses", "functools", "itertools", "typing")
-_LIBRARIES = re.compile(r"G\['__import_(fcoll|optree|torch)('|_dot_)|__import__\('torch'\)|G\['___unnamed_scope_")
-_FOLDERS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (_torch, optree, torch))
 
 _NAMES = (
     "fcoll.bind._apply",
