@@ -262,7 +262,7 @@ def _on_stack(x: Tensor, name: str, params: Params, layout: Layout) -> Tensor:
         if record.replicated:
             return y
     y = y.unflatten(0, layout.sizes) if parts else y.squeeze(0)
-    return y.permute(*from_major(layout), *range(parts, y.ndim))
+    return y.permute((*from_major(layout), *range(parts, y.ndim)))  # without names, of a 0-d tensor, no dims at all
 
 
 def _in_subgroups(stack: Tensor, record: Primitive, params: Params, partition: tuple[tuple[int, ...], ...]) -> Tensor:

@@ -107,7 +107,7 @@ def test_wrong_calls_on_groups(ranks: Pools) -> None:
         def f(codes: list[str] = codes, n: int = n) -> tuple[list[Told], float]:
             return on_a_group(codes, n), float(fcoll.all_reduce(1.0, fcoll.WORLD))
 
-        answers = ranks(n).run(f)
+        answers = ranks(n).run(f, timeout=150)
         assert [total for _, total in answers] == [n] * n
         here = dict(zip(about_groups(), in_emulation(2), strict=True)) if n == 2 else {}
         problems = []
@@ -276,6 +276,18 @@ def same(got: list[Leaf], want: list[Leaf], at: str) -> None:
         torch.testing.assert_close(a.values, b.values, rtol=rough, atol=rough, equal_nan=True, msg=text)
 
 
+def here(code: str, size: int) -> list[list[Leaf]]:
+    """In emulation, per rank."""
+    out = fcoll.vmap(lambda rank: outcome(code, "i", size, rank), axis_name="i")(torch.arange(size))
+    return [[plain(y[rank]) for y in out] for rank in range(size)]
+
+
+def test_right_calls_of_no_axis() -> None:
+    """An empty tuple of names is a group of one rank."""
+    for code in fuzzing.right()[::3]:
+        same(list(map(plain, outcome(code, (), 1, torch.tensor(0)))), here(code, 1)[0], code)
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_right_calls(ranks: Pools, n: int) -> None:
     """Every dtype, layout and odd shape; on the world, on a group in another order, and on groups of one rank."""
@@ -290,13 +302,8 @@ def test_right_calls(ranks: Pools, n: int) -> None:
             out.append((size, rank, [list(map(plain, outcome(code, group, size, rank))) for code in some]))
         return out
 
-    def here(code: str, size: int) -> list[list[Leaf]]:
-        """Per rank."""
-        out = fcoll.vmap(lambda rank: outcome(code, "i", size, rank), axis_name="i")(torch.arange(size))
-        return [[plain(y[rank]) for y in out] for rank in range(size)]
-
     want = {(code, size): here(code, size) for code in codes for size in {n, 1}}
-    for answers in ranks(n).run(f):
+    for answers in ranks(n).run(f, timeout=150):
         for which, (size, rank, results) in enumerate(answers):
             for code, got in zip(codes[:: 2 if which else 1], results, strict=True):
                 same(got, want[code, size][rank], f"{code} on rank {rank} of {size}")
