@@ -69,13 +69,38 @@ class Group:
         process: Process | None = None,
     ) -> None:
         self.parent = parent
-        self.partition = partition
-        self.process = process
+        self._partition, self._process = partition, process
+        self._name = process.name if process else ""
+        # Dynamo takes numbers that are not the same in all calls for sizes, which it does not know; but not text
+        self._spelled = _spelled(partition)
+        self._members = _spelled(((process.n,), process.order)) if process else ""
+
+    @property
+    def partition(self) -> tuple[tuple[int, ...], ...]:
+        """The subgroups, as indices of the parent."""
+        return _read(self._spelled) if torch.compiler.is_compiling() else self._partition
+
+    @property
+    def process(self) -> Process | None:
+        """The process group, if it is one."""
+        if not torch.compiler.is_compiling() or not self._name:
+            return self._process
+        (n,), order = _read(self._members)
+        return Process(self._name, n, order)
 
     def __repr__(self) -> str:
         if self.process is not None:
             return f"fcoll.Group(process group {self.process.name!r} of {self.process.n})"
         return f"fcoll.Group({self.parent!r} in {[list(ranks) for ranks in self.partition]})"
+
+
+def _spelled(lists: Sequence[Sequence[int]]) -> str:
+    return ";".join(" ".join(map(str, ranks)) for ranks in lists)
+
+
+def _read(text: str) -> tuple[tuple[int, ...], ...]:
+    """What `_spelled` was given."""
+    return tuple(tuple(int(rank) for rank in ranks.split()) for ranks in text.split(";")) if text else ()
 
 
 class _World:

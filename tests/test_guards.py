@@ -165,12 +165,29 @@ def test_the_axes_in_scope() -> None:
         close(compiled(x), outer(x))
 
 
-def test_groups_and_checks_of_processes(ranks: Pools) -> None:
+def test_subgroups_as_arguments() -> None:
+    """Their ranks, which are never the same, are not sizes to be compiled for once and for all."""
+
+    def f(x: Tensor, group: Any) -> Any:
+        return fcoll.vmap(lambda x: fcoll.all_reduce(x, group), axis_name="i")(x)
+
+    compiled = fcoll.compile(f, backend="eager")
+    x = torch.arange(8.0).view(4, 2)
+    for lists in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 0], [2, 1]], [[0], [1], [2, 3]]):
+        want = torch.stack([next(x[ranks].sum(0) for ranks in lists if r in ranks) for r in range(4)])
+        close(compiled(x, fcoll.subgroups("i", lists)), want, lists)
+
+
+def test_groups_of_processes(ranks: Pools) -> None:
     def body(rank: int) -> None:
         torch.compiler.reset()
         x = torch.tensor([1.0, 10.0]) * (rank + 1)
         compiled = fcoll.compile(lambda x, group: fcoll.all_gather(x, group), backend="eager")
+        pair = fcoll.subgroups(fcoll.WORLD, [[1, 0], [2]])
         groups = [fcoll.WORLD, fcoll.group([1, 0, 2]), fcoll.group([2, 0, 1]), fcoll.mesh(a=3), fcoll.WORLD]
+        reduced = fcoll.compile(lambda x, group: fcoll.all_reduce(x, group), backend="eager")
+        for group in (*groups, pair):
+            assert torch.equal(reduced(x, group), fcoll.all_reduce(x, group))
         for group in groups:
             assert torch.equal(compiled(x, group), fcoll.all_gather(x, group))
         named = fcoll.compile(lambda x: fcoll.all_gather(x, "a"), backend="eager")
