@@ -273,6 +273,9 @@ class Call(Generic[Tree]):
                     )  # fmt: skip
             if len(set(ranks)) != len(ranks):
                 fail("value", "{}: each {} in perm occurs once, got {}", self.function, what, str(pairs))
+        if torch.compiler.is_compiling():  # where ranks that vary between calls are unknown sizes, until they index
+            numbers = tuple(range(self.axis.n))
+            pairs = tuple((numbers[source], numbers[destination]) for source, destination in pairs)
         return pairs
 
 

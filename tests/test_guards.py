@@ -178,6 +178,18 @@ def test_subgroups_as_arguments() -> None:
         close(compiled(x, fcoll.subgroups("i", lists)), want, lists)
 
 
+def test_permutations_as_arguments() -> None:
+    def f(x: Tensor, perm: Any) -> Any:
+        return fcoll.vmap(lambda x: fcoll.permute(x, "i", perm), axis_name="i")(x)
+
+    compiled = fcoll.compile(f, backend="eager")
+    for perm in ([(0, 1)], [(1, 2)], [(2, 0)], [(0, 1), (1, 0)]):
+        want = torch.zeros_like(X)
+        for source, destination in perm:
+            want[destination] = X[source]
+        close(compiled(X, perm), want, perm)
+
+
 def test_groups_of_processes(ranks: Pools) -> None:
     def body(rank: int) -> None:
         torch.compiler.reset()
