@@ -151,7 +151,8 @@ def differentiated_again() -> Any:
 
 def primal(x: torch.Tensor) -> torch.Tensor:
     """x without its tangent of the innermost forward mode (public, but for the level, of which there is one only)."""
-    return torch.autograd.forward_ad.unpack_dual(x, level=0).primal
+    stripped: torch.Tensor = torch.autograd.forward_ad.unpack_dual(x, level=0).primal
+    return stripped
 
 
 class below:

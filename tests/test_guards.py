@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import Pools, close
+from common import Pools, close, grad
 from torch import Tensor
 
 import fcoll
@@ -35,7 +35,7 @@ def over_ranks(f: Callable[[Tensor], Tensor]) -> Tensor:
 
 def follows(f: Callable[..., Tensor], *changes: Callable[[], object]) -> None:
     """The compiled f gives what f gives, before and after each change."""
-    compiled = fcoll.compile(f, backend="eager")
+    compiled: Any = fcoll.compile(f, backend="eager")
     seen = []
     for i, change in enumerate([lambda: None, *changes]):
         change()
@@ -117,7 +117,7 @@ def test_closures_and_defaults() -> None:
 
 
 def test_arguments() -> None:
-    compiled = fcoll.compile(lambda f: over_ranks(f), backend="eager")
+    compiled: Any = fcoll.compile(lambda f: over_ranks(f), backend="eager")
     for f in (torch.sin, torch.cos, torch.nn.functional.relu, torch.nn.Tanh(), torch.nn.Sigmoid()):
         close(compiled(f), over_ranks(f), f)
 
@@ -155,12 +155,12 @@ def test_code_run_in_a_namespace_of_its_own() -> None:
 def test_the_axes_in_scope() -> None:
     f = fcoll.compile(lambda x: fcoll.all_reduce(x, "i"), backend="eager")
     with pytest.raises(NameError, match="not bound"):
-        f(X)
+        f(X)  # type: ignore[no-untyped-call]
 
     def outer(x: Tensor) -> Any:
         return fcoll.vmap(lambda x: fcoll.all_reduce(x, "i"), axis_name="i")(x)
 
-    compiled = fcoll.compile(outer, backend="eager")
+    compiled: Any = fcoll.compile(outer, backend="eager")
     for x in (X, X[:2], X.double(), X.t(), X[:1]):
         close(compiled(x), outer(x))
 
@@ -171,7 +171,7 @@ def test_subgroups_as_arguments() -> None:
     def f(x: Tensor, group: Any) -> Any:
         return fcoll.vmap(lambda x: fcoll.all_reduce(x, group), axis_name="i")(x)
 
-    compiled = fcoll.compile(f, backend="eager")
+    compiled: Any = fcoll.compile(f, backend="eager")
     x = torch.arange(8.0).view(4, 2)
     for lists in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 0], [2, 1]], [[0], [1], [2, 3]]):
         want = torch.stack([next(x[ranks].sum(0) for ranks in lists if r in ranks) for r in range(4)])
@@ -182,7 +182,7 @@ def test_permutations_as_arguments() -> None:
     def f(x: Tensor, perm: Any) -> Any:
         return fcoll.vmap(lambda x: fcoll.permute(x, "i", perm), axis_name="i")(x)
 
-    compiled = fcoll.compile(f, backend="eager")
+    compiled: Any = fcoll.compile(f, backend="eager")
     for perm in ([(0, 1)], [(1, 2)], [(2, 0)], [(0, 1), (1, 0)]):
         want = torch.zeros_like(X)
         for source, destination in perm:
@@ -194,15 +194,15 @@ def test_groups_of_processes(ranks: Pools) -> None:
     def body(rank: int) -> None:
         torch.compiler.reset()
         x = torch.tensor([1.0, 10.0]) * (rank + 1)
-        compiled = fcoll.compile(lambda x, group: fcoll.all_gather(x, group), backend="eager")
+        compiled: Any = fcoll.compile(lambda x, group: fcoll.all_gather(x, group), backend="eager")
         pair = fcoll.subgroups(fcoll.WORLD, [[1, 0], [2]])
-        groups = [fcoll.WORLD, fcoll.group([1, 0, 2]), fcoll.group([2, 0, 1]), fcoll.mesh(a=3), fcoll.WORLD]
-        reduced = fcoll.compile(lambda x, group: fcoll.all_reduce(x, group), backend="eager")
+        groups: list[Any] = [fcoll.WORLD, fcoll.group([1, 0, 2]), fcoll.group([2, 0, 1]), fcoll.mesh(a=3), fcoll.WORLD]
+        reduced: Any = fcoll.compile(lambda x, group: fcoll.all_reduce(x, group), backend="eager")
         for group in (*groups, pair):
             assert torch.equal(reduced(x, group), fcoll.all_reduce(x, group))
         for group in groups:
             assert torch.equal(compiled(x, group), fcoll.all_gather(x, group))
-        named = fcoll.compile(lambda x: fcoll.all_gather(x, "a"), backend="eager")
+        named: Any = fcoll.compile(lambda x: fcoll.all_gather(x, "a"), backend="eager")
         with fcoll.bind(fcoll.mesh(a=3)):
             assert torch.equal(named(x), fcoll.all_gather(x, "a"))
         with pytest.raises(NameError):
@@ -221,7 +221,7 @@ def test_few_guards_are_left() -> None:
         return kept
 
     def f(x: Tensor) -> Any:
-        return fcoll.vmap(torch.func.grad(lambda x: fcoll.all_reduce({"a": x}, "i")["a"].sum()), axis_name="i")(x)
+        return fcoll.vmap(grad(lambda x: fcoll.all_reduce({"a": x}, "i")["a"].sum()), axis_name="i")(x)
 
     fcoll.compile(f, backend="eager", options={"guard_filter_fn": count})(X)
     ((given, kept),) = counts

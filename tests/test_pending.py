@@ -215,7 +215,7 @@ def test_misuse(ranks: Pools) -> None:
 
         # inside a vmap that has ended
         kept: list[Any] = []
-        vmap(lambda x: kept.append(fcoll.start(fcoll.all_reduce, x, G)) or x)(x)
+        vmap(lambda x: (kept.append(fcoll.start(fcoll.all_reduce, x, G)), x)[1])(x)  # type: ignore[func-returns-value]
         refused(ValueError, lambda: fcoll.wait(kept[0]))
 
         # across the border of a compiled function
