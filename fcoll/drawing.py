@@ -34,8 +34,9 @@ def draw(
     """Draw which rank's numbers end up where, and whose cotangents each rank's gradient has.
 
     `draw(f, n=4)` draws a collective, `f(x, group, **options)`; `draw(f, mesh)(*args)` one rank's program, with all the
-    collectives in it. Either is run on emulated ranks, with one number after the other changed: the picture shows what
-    happened. One colour and one number per rank, one letter per number of a rank: 2a is the first number of rank 2.
+    collectives in it. Either is run on emulated ranks, with one number after the other changed, between -7.5 and 7.5:
+    the picture shows what happened. One colour and one number per rank, one letter per element: 2a is the first element
+    of rank 2.
 
     Args:
         f: a collective, or with a mesh one rank's program, as for `fcoll.trace`.
@@ -49,8 +50,8 @@ def draw(
         and dtypes of floating-point tensors matter, others are passed on, the same on every rank.
 
     Raises:
-        ValueError: more than 16 ranks, or more than 64 numbers on one rank or 512 on all; neither a mesh nor n, or
-            both; what the collective itself refuses.
+        ValueError: more than 16 ranks, or more than 64 elements on one rank or 256 on all; neither a mesh nor n, or
+            both; a result that is always NaN; what the collective itself refuses.
         TypeError: a function without a floating-point argument, or with results that are no real tensors.
         RuntimeError: Python control flow that depends on a tensor, as under `fcoll.vmap`.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fcoll import maps, trees
 from fcoll.errors import fail
 
-RANKS, NUMBERS, CELLS = 16, 64, 512
+RANKS, NUMBERS, CELLS = 16, 64, 256
 """The most ranks, numbers of one rank, and numbers of all ranks that are followed."""
 
 _OTHER_VALUES = (7.5, -7.5, 0.0)  # what an input is changed to, beyond all others in both directions
@@ -84,17 +84,20 @@ def follow(f: Callable[..., Any], axes: Sequence[tuple[str, int]], args: tuple[A
     steps = _OTHER_VALUES[0] - inputs[0]
     slopes = (outputs[1 : 1 + len(steps)] - outputs[0]) / steps[:, None]  # input, output
     inputs, outputs = (torch.cat(column) for column in zip(*seen, strict=True))
+    program.check_numbers(outputs)
+    slopes = slopes.where(found, 0.0)
+    offsets = outputs[0] - inputs[0] @ slopes
+    linear = _same(inputs @ slopes + offsets, outputs, program.tolerance).all(0)
     forward = []
     for o in range(program.n * program.out_size):
         sources = found[:, o].nonzero().flatten()
-        x, y, factors = inputs[:, sources], outputs[:, o], slopes[sources, o]
-        offset = y[0] - x[0] @ factors
-        terms = tuple(Term(*divmod(int(s), program.size), float(c)) for s, c in zip(sources, factors, strict=True))
-        if bool(_same(x @ factors + offset, y, program.tolerance).all()):
-            size = 0.0 if abs(float(offset)) <= 4 * program.tolerance else float(offset)
-            forward.append(Origin("sum", _rounded(terms, program.tolerance), size))
+        if linear[o]:
+            terms = _terms(sources, slopes[sources, o], program.size, program.tolerance)
+            forward.append(Origin("sum", terms, _offset(float(offsets[o]), program.tolerance)))
         else:
-            forward.append(Origin(_kind(x, y, program.tolerance), terms))
+            terms = _terms(sources, torch.ones(len(sources)), program.size, program.tolerance)
+            runs = [(x[:, sources], y[:, o]) for x, y in seen]
+            forward.append(Origin(_kind(runs, program.tolerance), terms))
     return Flow(program.inputs, program.outputs, _by_rank(forward, program.n), _backward(program, forward))
 
 
@@ -107,14 +110,13 @@ def _backward(program: _Program, forward: list[Origin]) -> list[list[Origin]]:
     coefficients = torch.stack([program.pull(base) for base in bases])  # base, cotangent, input
     tolerance = program.tolerance
     found = ~_same(coefficients, torch.zeros(()), tolerance).all(0)
-    steady = _same(coefficients, coefficients[0], tolerance).all(0)
+    steady = _same(coefficients, coefficients[0], tolerance).all(0) & coefficients[0].isfinite()
     backward = []
     for i in range(program.n * program.size):
         sources = found[:, i].nonzero().flatten()
-        factors = coefficients[0, sources, i]
-        width = program.cotangents
-        terms = tuple(Term(*divmod(int(s), width), float(c)) for s, c in zip(sources, factors, strict=True))
-        backward.append(Origin("sum", _rounded(terms, tolerance), depends=not bool(steady[sources, i].all())))
+        depends = not bool(steady[sources, i].all())
+        factors = torch.ones(len(sources)) if depends else coefficients[0, sources, i]
+        backward.append(Origin("sum", _terms(sources, factors, program.cotangents, tolerance), depends=depends))
     return _by_rank(backward, program.n)
 
 
@@ -172,6 +174,13 @@ class _Program:
 
         result: Tensor = torch.func.vmap(one, randomness="same")(rows)
         return result
+
+    def check_numbers(self, outputs: Tensor) -> None:
+        """That something can be seen of each result."""
+        lost = outputs.isnan().all(0).reshape(self.n, self.out_size).any(0)
+        for leaf, part in zip(self.outputs, lost.split([leaf.numbers for leaf in self.outputs]), strict=True):
+            if bool(part.any()):
+                fail("value", "draw: {} is NaN whatever goes in, from {} to {}", leaf.name, *sorted(_OTHER_VALUES)[::2])
 
     def pull(self, base: Tensor) -> Tensor:
         """Row by row, the gradient for one cotangent. Taken inside each rank's program."""
@@ -270,15 +279,21 @@ def _same(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
     return close | (a == b) | (a.isnan() & b.isnan())
 
 
-def _rounded(terms: tuple[Term, ...], tolerance: float) -> tuple[Term, ...]:
-    """Factors without the noise of their rounding."""
+def _terms(sources: Tensor, factors: Tensor, width: int, tolerance: float) -> tuple[Term, ...]:
+    """Of numbers counted through all ranks, of `width` each; factors without the noise of their rounding."""
     digits = max(2, min(6, int(-math.log10(tolerance))))
 
     def rounded(factor: float) -> float:
         whole = round(factor)
         return float(whole if abs(factor - whole) <= tolerance else f"{factor:.{digits}g}")
 
-    return tuple(term._replace(factor=rounded(term.factor)) for term in terms)
+    return tuple(
+        Term(i // width, i % width, rounded(c)) for i, c in zip(sources.tolist(), factors.tolist(), strict=True)
+    )
+
+
+def _offset(value: float, tolerance: float) -> float:
+    return 0.0 if abs(value) <= 4 * tolerance else value
 
 
 _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -292,10 +307,14 @@ _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _kind(x: Tensor, y: Tensor, tolerance: float) -> str:
+def _kind(runs: list[tuple[Tensor, Tensor]], tolerance: float) -> str:
     """What y is of the columns of x, in all runs."""
     for kind, function in _KINDS.items():
-        if bool(_same(function(x).to(y.dtype), y, tolerance).all()):
+        if all(  # the first row of each before the others: most kinds end there
+            bool(_same(function(x[rows]).to(y.dtype), y[rows], tolerance).all())
+            for rows in (slice(1), slice(None))
+            for x, y in runs
+        ):
             return kind
     return "other"
 

@@ -201,7 +201,7 @@ def _box(box: Box) -> str:
     second = inset(box)
     if second:
         parts.append(_rect(*second, f'fill="none" stroke="{ink_on(box.colors[0])}"'))
-    outline = 'fill="none" stroke="currentColor" stroke-opacity="0.55"'
+    outline = 'fill="none" stroke="currentColor" stroke-opacity="0.55" pointer-events="all"'  # for the tip
     if box.dashed:
         outline += ' stroke-dasharray="3 3"'
     parts.append(_rect(box.x, box.y, box.width, box.height, outline))

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from common import Pools
 from table import DIFFERENTIABLE, TABLE, Row
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import fcoll
 from fcoll import P, layouts, provenance, svg
@@ -206,6 +208,16 @@ def test_dtypes_of_a_program(dtype: torch.dtype) -> None:
     flow = provenance.follow(lambda x: fcoll.all_reduce(x @ w, "i"), [("i", 2)], (torch.ones(2, dtype=dtype),), ["x"])
     assert torch.equal(factors(flow.forward, 2), w.T.double().repeat(2, 2))
     assert torch.equal(factors(flow.backward, 2), w.double().repeat(2, 2))
+
+
+def test_where_a_function_is_not_defined() -> None:
+    """Roots of negative numbers, and divisions by zero: what depends on what is found all the same."""
+
+    def root(x: Tensor, group: str) -> Tensor:
+        return torch.sqrt(fcoll.all_reduce(x, group) - 3)
+
+    for f in (root, lambda x, g: x / fcoll.all_reduce(x, g)):
+        assert " ".join(lines(fcoll.draw(f, n=2))[1][3:]) == "ƒ 0,1 1 → ƒ′ Σ 0,1"
 
 
 def test_integers_and_random_numbers() -> None:
@@ -433,6 +445,19 @@ def test_specs_are_drawn_as_shard_map_cuts(spec: fcoll.P, shape: tuple[int, ...]
         assert got == want
 
 
+def test_meshes_of_processes(ranks: Pools) -> None:
+    """A DeviceMesh has its own ranks in its own order; a program is drawn on emulated ones."""
+
+    def body() -> tuple[str, str]:
+        mesh = DeviceMesh("cpu", [[1], [0]], mesh_dim_names=("dp", "tp"))
+        drawn = fcoll.draw(lambda x: fcoll.shift(x, "dp"), mesh)(torch.ones(1))
+        return P("dp").draw((4,), mesh).text, drawn.text
+
+    for spec, program in ranks(2).run(body):
+        assert spec == "P('dp') of shape (4,) over dp=2, tp=1\n\n  0:2  2:4\n  1    0"
+        assert "1     dp 1, tp 0  1        →  0  1         →  0" in program
+
+
 def test_specs_that_do_not_fit() -> None:
     mesh = fcoll.virtual_mesh(a=2, b=3)
     for spec, shape, message in (
@@ -508,7 +533,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "many numbers": (
         lambda: draw(fcoll.vary, n=2, shape=(65,)),
         VALUE,
-        "draw: the arguments have 65 numbers on each of 2 ranks; a picture has room for 64 on each, and 512 in all",
+        "draw: the arguments have 65 numbers on each of 2 ranks; a picture has room for 64 on each, and 256 in all",
     ),
     "many results": (
         lambda: draw(fcoll.all_gather, n=8, shape=(9,)),
@@ -528,6 +553,11 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "complex results": (program(lambda x: 1j * x, X), TYPE, "draw: out is torch.complex64"),
     "other results": (program(lambda x: {"a": "b"}, X), TYPE, r"draw: out\['a'\] of the result is a str"),
     "no results": (program(lambda x: None, X), VALUE, "draw: the function returns no numbers"),
+    "never a number": (
+        program(lambda x: torch.log(-(x**2) - 1), X),
+        VALUE,
+        "draw: y is NaN whatever goes in, from -7.5",
+    ),
     "what the collective refuses": (lambda: draw(fcoll.reduce, n=2, op="avg"), VALUE, "reduce: op is one of"),
     "a shape that it refuses": (
         lambda: draw(fcoll.all_to_all, n=2, shape=(3,)),
