@@ -70,7 +70,7 @@ class Call(Generic[Tree]):
                 self.fail(i, "type", "is a nested tensor, whose rows differ in shape; send its .unbind(), or pad it")
             elif leaf.dtype not in _MOVED:
                 self.fail(i, "type", "is {}, which torch can neither move nor reduce; convert it", str(leaf.dtype))
-        if self.axis.layout.check and alike:  # else shapes may differ between the ranks
+        if self.axis.layout.check and alike:  # else other ranks make other calls
             layout = checks.whole(function, self.leaves, self.spec, self.axis.layout)
             self.axis = self.axis._replace(layout=layout)
 
@@ -78,6 +78,10 @@ class Call(Generic[Tree]):
         self, name: str, *params: Any, after: Finish | None = None, bucket_size: int = buckets.FULL
     ) -> Tree:
         """`run` where the record keeps elements in their places, and has the same parameters for all leaves."""
+        if self.spec is None and not pending.starting():
+            x = self.leaves[0]
+            y = bind(name, x, self.axis, *params)
+            return after(y, params, x.dtype) if after else y  # type: ignore[return-value]
         return self.run(name, [params] * len(self.leaves), Fused(0, params, size=bucket_size), after=after)
 
     def run(
@@ -222,11 +226,16 @@ class Call(Generic[Tree]):
             fail("value", "{}: op is one of {}, got {!r}", self.function, ", ".join(among), op)
         if op == "prod" and self.axis.layout.partition:  # whose derivative gathers within each, on one stack of all
             self._even()
+        if op in ("any", "all"):
+            self.leaves = [leaf if leaf.dtype == torch.bool else leaf != 0 for leaf in self.leaves]
+            return
+        seen = None
         for i, leaf in enumerate(self.leaves):
             dtype = leaf.dtype
-            if op in ("any", "all"):
-                self.leaves[i] = leaf if dtype == torch.bool else leaf != 0
-            elif dtype == torch.bool and op in ("sum", "mean", "prod"):
+            if dtype is seen:  # as that of the leaf before
+                continue
+            seen = dtype
+            if dtype == torch.bool and op in ("sum", "mean", "prod"):
                 self.fail(i, "type", "is bool, which has no {}; use any or all, or convert it", op)
             elif op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
                 self.fail(i, "type", "is {}, which has no mean; convert it to a floating dtype", str(dtype))
