@@ -312,6 +312,9 @@ def test_pictures_are_well_formed_and_nothing_overlaps(name: str) -> None:
 
 def test_colours_are_those_of_the_sources() -> None:
     """A cell of one colour for a copy, a bar of all for a sum; the ninth rank has the first one's, with an outline."""
+    for shape, label in itertools.pairwise(fcoll.draw(fcoll.all_to_all, n=5).shapes):  # black on most, white on blue
+        if isinstance(shape, svg.Box) and isinstance(label, svg.Label):
+            assert (label.over,) == tuple(shape.colors)
     filled = [
         rect.attrib["fill"] for rect in elements(fcoll.draw(fcoll.shift, n=2), "rect") if rect.attrib["fill"] != "none"
     ]
