@@ -210,7 +210,7 @@ class _Words:
         if origin.kind != "sum":
             return f"{origin.kind.replace('other', 'some function')} of {names}"
         if origin.depends:
-            return f"{names}, each times what depends on x"
+            return f"{names}, each times what depends on the inputs"
         parts = [
             ("" if term.factor == 1 else f"{_size(term.factor)}·") + self.of(term.rank, term.number)
             for term in origin.terms
@@ -223,7 +223,7 @@ _LEGEND = {
     "w": "w with different weights",
     "Π": "Π product",
     "ƒ": "ƒ some function",
-    "ƒ′": "ƒ′ times what depends on x",
+    "ƒ′": "ƒ′ times what depends on the inputs",
 }
 
 
