@@ -18,10 +18,12 @@ from fcoll.functional import *
 from fcoll.groups import WORLD, Group, GroupLike, group, subgroups
 from fcoll.launching import launch
 from fcoll.maps import vmap
+from fcoll.marks import marked
 from fcoll.meshes import VirtualMesh, bind, mesh, virtual_mesh
+from fcoll.objects import all_gather_object, all_gather_tree, broadcast_object, broadcast_tree
+from fcoll.optimizing import Plan, optimize
 from fcoll.p2p import after, recv, send, token
 from fcoll.pending import Pending, start, wait
-from fcoll.objects import all_gather_object, all_gather_tree, broadcast_object, broadcast_tree
 from fcoll.sharding import shard_map
 from fcoll.specs import P
 from fcoll.svg import Picture
@@ -39,6 +41,7 @@ __all__ = [
     "P",
     "Pending",
     "Picture",
+    "Plan",
     "Trace",
     "UnboundAxisError",
     "VirtualMesh",
@@ -57,7 +60,9 @@ __all__ = [
     "group",
     "launch",
     "lax",
+    "marked",
     "mesh",
+    "optimize",
     "recv",
     "regions",
     "send",

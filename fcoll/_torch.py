@@ -182,6 +182,94 @@ def batch(x: torch.Tensor, axis: int, level: int) -> torch.Tensor:
     return mapped
 
 
+def is_operator(target: Any) -> bool:
+    """Whether what a node of a graph calls is an operator of torch or of a library."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def is_mutable(target: Any) -> bool:
+    """Whether it is one that writes into an argument."""
+    return is_operator(target) and bool(target._schema.is_mutable)
+
+
+def is_view(target: Any) -> bool:
+    """Whether it is one whose result may share memory with an argument; getitem takes apart what such a one gives."""
+    return not is_operator(target) or any(each.alias_info is not None for each in target._schema.returns)
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """What a mode of torch.compile means for inductor (public, without annotations)."""
+    from torch._inductor import list_mode_options
+
+    options: dict[str, Any] = list_mode_options(mode) if mode and mode != "default" else {}
+    return options
+
+
+def passes(given: Any) -> list[Any]:
+    """Inductor's option for passes over graphs, which is one, several or None, as a list."""
+    return list(given) if isinstance(given, (list, tuple)) else [given] if given is not None else []
+
+
+def graph_pass(rewrite: Callable[[torch.fx.GraphModule], Any]) -> Any:
+    """A pass for inductor; what it makes is not cached, since it talks to other ranks."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            assert graph.owning_module is not None
+            rewrite(graph.owning_module)
+
+        def uuid(self) -> None:
+            return None
+
+    return Pass()
+
+
+def with_joint_pass(backend: Any, rewrite: Callable[[torch.fx.GraphModule], Any]) -> Any:
+    """A backend that AOTAutograd feeds, with a pass over its graph before it cuts that into forward and backward.
+
+    None for other backends: torch has no place for such a pass in general.
+    """
+    from torch._dynamo.backends import common, debugging
+    from torch._functorch import partitioners
+
+    if backend == "aot_eager":
+        given: dict[str, Any] = {
+            "fw_compiler": debugging.boxed_nop,
+            "bw_compiler": debugging.boxed_nop,
+            "partition_fn": partitioners.min_cut_rematerialization_partition,
+            "keep_inference_input_mutations": True,
+        }
+    elif isinstance(backend, common.AotAutograd):
+        given = dict(backend.kwargs)
+    else:
+        return None
+    cut = given.get("partition_fn") or partitioners.default_partition
+    alone = given.get("inference_compiler") or given["fw_compiler"]
+
+    def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        return cut(rewrite(joint), *args, **kwargs)
+
+    def compiler(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        return alone(rewrite(graph), *args, **kwargs)
+
+    return common.aot_autograd(**{**given, "partition_fn": partition, "inference_compiler": compiler})
+
+
+def fake_result(like: Any, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What an operation gives for the fake tensors of a graph; `like` is one of them."""
+    mode = like.fake_mode
+
+    def adopted(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or x.fake_mode is mode:  # type: ignore[attr-defined]
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)  # make_fx has a mode for each
+
+    with mode:
+        args, kwargs = torch.utils._pytree.tree_map(adopted, (args, kwargs))
+        return target(*args, **kwargs)
+
+
 def keep_in_order(op: Any) -> None:
     """Let compilers neither drop an operation nor move it past another that is kept in order."""
     from torch._library.effects import EffectType

@@ -11,17 +11,17 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from fcoll import _torch, guards
-from fcoll.errors import check_callable
+from fcoll import _torch, backends, guards, marks
+from fcoll.errors import check_callable, check_flag
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @overload
-def compile(f: Function, **options: Any) -> Function: ...
+def compile(f: Function, *, optimize: bool = False, **options: Any) -> Function: ...
 @overload
-def compile(f: None = None, **options: Any) -> Callable[[Function], Function]: ...
-def compile(f: Any = None, **options: Any) -> Any:
+def compile(f: None = None, *, optimize: bool = False, **options: Any) -> Callable[[Function], Function]: ...
+def compile(f: Any = None, *, optimize: bool = False, **options: Any) -> Any:
     """torch.compile for functions with collectives: one whole graph, usable inside eager transforms, cacheable.
 
     It differs from torch.compile in four things. `fullgraph=True` is the default, so that nothing runs uncompiled
@@ -33,6 +33,8 @@ def compile(f: Any = None, **options: Any) -> Any:
 
     Args:
         f: the function. Without it, a decorator is returned.
+        optimize: drop and merge messages by `fcoll.optimize`. Then all ranks of the world must compile the same
+            functions in the same order, and what they compile is not cached.
         options: of torch.compile.
 
     Returns:
@@ -46,8 +48,10 @@ def compile(f: Any = None, **options: Any) -> Any:
         tensor([2., 2.])
     """
     if f is None:
-        return functools.partial(compile, **options)
+        return functools.partial(compile, optimize=optimize, **options)
     check_callable("compile", f)
+    if check_flag("compile", "optimize", optimize):
+        options = backends.optimized(options)
     _torch.mark_cacheable(_NAMES, _digest())
     if options.get("mode") is None:
         options["options"] = {"guard_filter_fn": guards.needed, **(options.get("options") or {})}
@@ -58,7 +62,10 @@ def compile(f: Any = None, **options: Any) -> Any:
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _torch.level() == 0:
-            return compiled(*args, **kwargs)
+            if not optimize:
+                return compiled(*args, **kwargs)
+            with marks.marked():
+                return compiled(*args, **kwargs)
         if not warned:
             warned.append(True)
             warnings.warn(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcoll import _torch, lowering
+from fcoll import _torch, lowering, marks
 from fcoll.wire import movable, reducible, same
 
 _c10d = torch.ops._c10d_functional
@@ -75,7 +75,7 @@ class Process(NamedTuple):
 
     def index_tensor(self) -> Tensor:
         """This process's index as a tensor: while tracing an operation, not a literal, so that graphs agree."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or marks.wanted():
             rank: Tensor = torch.ops.fcoll.rank(self.name)
             return torch.tensor(_inverse(self.order)).index_select(0, rank.view(1)).view(()) if self.order else rank
         return torch.tensor(self.here())
@@ -90,6 +90,9 @@ def _rank(group: str) -> Tensor:
 @_rank.register_fake
 def _(group: str) -> Tensor:
     return torch.empty((), dtype=torch.int64)
+
+
+RANK = torch.ops.fcoll.rank.default
 
 
 _made: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # the world is kept: its id is a key

@@ -236,7 +236,21 @@ def process_along(key: str, names: tuple[str, ...]) -> tuple[str, int, tuple[int
     return found
 
 
+@_torch.assume_constant_result
+def ranks_along(key: str, names: tuple[str, ...]) -> tuple[int, ...]:
+    """The ranks of the world along some axes of a mesh of processes, through this rank."""
+    mesh: Any = _mesh_of(key)
+    with _torch.plain():
+        return _listed_along(mesh, names)
+
+
 def _group_along(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[str, int, tuple[int, ...]]:
+    listed = _listed_along(mesh, names)
+    group = mesh.get_group(names[0]) if len(names) == 1 else make_group(listed)
+    return group.group_name, len(listed), order_of(listed)
+
+
+def _listed_along(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[int, ...]:
     assert mesh.mesh_dim_names is not None
     dims = [mesh.mesh_dim_names.index(name) for name in names]
     here = mesh.get_coordinate()
@@ -245,9 +259,7 @@ def _group_along(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[str, int, tu
     ranks = mesh.mesh.permute(*others, *dims)
     for dim in others:
         ranks = ranks[here[dim]]
-    listed = tuple(ranks.flatten().tolist())
-    group = mesh.get_group(dims[0]) if len(dims) == 1 else make_group(listed)
-    return group.group_name, len(listed), order_of(listed)
+    return tuple(ranks.flatten().tolist())
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fcoll import engine
+from fcoll import engine, marks
 from fcoll.blocks import join_blocks, split_blocks
 from fcoll.engine import Flight, Process
 
@@ -409,6 +409,11 @@ PRIMITIVES: dict[str, Primitive] = {
         on_stack=_embed_stack,
         transpose=lambda axis, tiled: ("own_block", axis, tiled),
         axes=(0,),
+    ),
+    "mark": Primitive(  # x, of which graphs are told that these ranks of the world have the same, see `marks`
+        on_process=lambda x, process, ranks: marks.mark(x, ranks),
+        on_stack=lambda stack, n, ranks: stack.clone(),
+        transpose=lambda ranks: ("mark", ranks),
     ),
     "all_to_all": Primitive(
         wire="all_to_all",

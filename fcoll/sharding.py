@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fcoll import _torch, axes, groups, meshes, recorder, replication, trees
+from fcoll import _torch, axes, groups, marks, meshes, recorder, replication, trees
 from fcoll.bind import bind
 from fcoll.errors import beyond_int64, check_flag, fail
 from fcoll.maps import replicated, unvarying
@@ -270,6 +270,7 @@ def _enter(shape: Shape, mesh: Any, x: Tensor, spec: Entries) -> Tensor:
     if isinstance(x, DTensor):
         x = _to_placements(shape, mesh, x, spec)
     else:
+        x = _marked(shape, x, shape.axis_names)
         for axis, names in enumerate(spec):
             if names:
                 x = bind("split", x, _along(shape, names), axis, True)
@@ -284,6 +285,7 @@ def _leave(shape: Shape, mesh: Any, y: Tensor, spec: Entries, whole: bool) -> Te
     replicated = _missing(shape, spec)
     if replicated and _differentiable(y):
         y = bind("unvary", y, _along(shape, replicated))
+    y = _marked(shape, y, replicated)
     if not any(spec):
         return y
     if whole:
@@ -291,11 +293,18 @@ def _leave(shape: Shape, mesh: Any, y: Tensor, spec: Entries, whole: bool) -> Te
             for axis, names in enumerate(spec):
                 if names:
                     y = bind("all_gather_invariant", y, _along(shape, names), axis, True)
-        return y
+        return _marked(shape, y, shape.axis_names)
     for names in spec:
         if len(names) > 1:
             y = _reorder(shape, y, names, _in_mesh_order(shape, names))
     return DTensor.from_local(y, mesh, _placements(shape, spec), run_check=False)
+
+
+def _marked(shape: Shape, x: Tensor, names: tuple[str, ...]) -> Tensor:
+    """x, of which a graph is told that it is the same along these axes, and so is its cotangent; see `marks`."""
+    if not marks.wanted() or not names or not shape.processes or recorder.active():
+        return x
+    return bind("mark", x, _along(shape, names[:1]), meshes.ranks_along(shape.key, names))
 
 
 def _to_placements(shape: Shape, mesh: Any, x: DTensor, spec: Entries) -> Tensor:

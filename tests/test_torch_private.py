@@ -44,6 +44,14 @@ NAMES = [
     "torch.utils._python_dispatch._disable_current_modes",
     "torch._inductor.config.unsafe_marked_cacheable_functions",
     "torch._library.effects.EffectType",
+    "torch._ops.OpOverload",
+    "torch._inductor.list_mode_options",
+    "torch._inductor.custom_graph_pass.CustomGraphPass",
+    "torch._dynamo.backends.common.AotAutograd",
+    "torch._dynamo.backends.debugging.boxed_nop",
+    "torch._functorch.partitioners.default_partition",
+    "torch._functorch.partitioners.min_cut_rematerialization_partition",
+    "torch.utils._pytree.tree_map",
     "torch._dynamo.exc.Unsupported",
     "torch._dynamo.exc.UnspecializeRestartAnalysis",
     "torch.ops._c10d_functional.all_reduce",
@@ -114,6 +122,9 @@ def test_the_name_exists(name: str) -> None:
     __import__("torch._functorch.pyfunctorch")
     __import__("torch._functorch.predispatch")
     __import__("torch._library.effects")
+    __import__("torch._inductor.custom_graph_pass")
+    __import__("torch._dynamo.backends.debugging")
+    __import__("torch._functorch.partitioners")
     found: Any = torch
     for part in name.split(".")[1:]:
         found = getattr(found, part)

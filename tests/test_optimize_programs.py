@@ -1,0 +1,169 @@
+"""Drawn programs compute the same when optimised, what is said of their values is so, and wrong rules are caught.
+
+`python tests/optimize_soak.py 2000` does it with thousands of programs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import drawn
+import pytest
+import torch
+from common import Pools
+from torch import Tensor
+
+import fcoll
+from fcoll import P, fusing, invariance, optimizing, rewrites
+
+COUNT = 24
+
+
+def test_optimised_programs_compute_the_same(ranks: Pools) -> None:
+    results = ranks(4).run(drawn.differences, drawn.drawn(COUNT))
+    assert [text for texts, _ in results for text in texts] == []
+    plans = results[0][1]
+    assert len(plans) == COUNT
+    assert sum(plan.after < plan.before for plan in plans) > COUNT // 3, "too few were rewritten to show anything"
+    for _, others in results:
+        assert [plan[1:] for plan in others] == [plan[1:] for plan in plans]
+
+
+def values(programs: list[drawn.Program]) -> list[list[tuple[str, invariance.Classes, Tensor]]]:
+    """Of each program, what is claimed of every value on the ranks, and this rank's value."""
+    mesh = fcoll.mesh(dp=2, tp=2)
+    found = []
+    for program in programs:
+        graph, args = drawn.traced(program, mesh)
+        families = optimizing.agreed(*optimizing.spelled(graph.graph))
+        if families is None:
+            continue
+        known = invariance.Invariance(graph.graph, 4, families)
+        seen: list[tuple[str, invariance.Classes, Tensor]] = []
+
+        class Watched(torch.fx.Interpreter):
+            def run_node(self, n: torch.fx.Node) -> Any:
+                value = super().run_node(n)
+                if isinstance(value, Tensor) and n.op != "output" and n.target not in invariance.COLLECTIVES:
+                    seen.append((f"{n.target} in {program}", known[n], torch.as_tensor(value).clone()))  # noqa: B023
+                return value
+
+        Watched(graph).run(*args)
+        found.append(seen)
+    return found
+
+
+def test_what_is_said_to_be_alike_is(ranks: Pools) -> None:
+    results = ranks(4).run(values, drawn.drawn(COUNT + 16)[COUNT:])
+    claims = 0
+    for nodes in zip(*[itertools.chain.from_iterable(each) for each in results], strict=True):
+        name, classes, _ = nodes[0]
+        for rank, number in enumerate(classes):
+            first = classes.index(number)
+            claims += first != rank
+            assert torch.equal(nodes[rank][2], nodes[first][2]) or nodes[rank][2].isnan().any(), name
+    assert claims > 1000
+
+
+# ---- each fault makes one rule, or what it rests on, wrong
+
+Fault = Callable[[], Any]
+
+
+def everything_alike() -> Any:
+    return rewrites, "alike", lambda x, family: True
+
+
+def same_everywhere() -> Any:
+    return invariance, "gathered", lambda x, family, placed: (0,) * len(x)
+
+
+def inputs_alike() -> Any:
+    return invariance.Invariance, "varying", property(lambda self: (0,) * 4, lambda self, value: None)
+
+
+def scale_forgotten() -> Any:
+    emit = rewrites.emit
+    mul = torch.ops.aten.mul.Tensor
+
+    def wrong(before: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if target == mul:
+            return emit(before, torch.ops.aten.clone.default, args[0])
+        return emit(before, target, *args, **kwargs)
+
+    return rewrites, "emit", wrong
+
+
+def scales_ignored() -> Any:
+    return rewrites, "rescale", lambda before, x, steps: x
+
+
+def any_slice_is_the_own() -> Any:
+    return torch, "equal", lambda a, b: True
+
+
+def pieces_exchanged() -> Any:
+    emit = rewrites.emit
+
+    def wrong(before: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if target == torch.ops.aten.cat.default:
+            args = (args[0][::-1], *args[1:])
+        return emit(before, target, *args, **kwargs)
+
+    return fusing, "emit", wrong
+
+
+CUT = (P("dp"), P("dp"), P())
+FAULTS: list[tuple[Fault, drawn.Program]] = [
+    (everything_alike, drawn.Program(CUT, (("all_reduce", 0, 0, "dp", 0),), (3,), 0, True)),
+    (same_everywhere, drawn.Program(CUT, (("by_rank", 2, 2, "tp", 0), ("all_reduce", 3, 3, "tp", 0)), (4,), 0, True)),
+    (inputs_alike, drawn.Program(CUT, (("all_reduce", 0, 0, "dp", 0),), (3,), 0, False)),
+    (scale_forgotten, drawn.Program(CUT, (("all_reduce", 2, 2, "tp", 0),), (3,), 0, True)),
+    (scales_ignored, drawn.Program(CUT, (("same_reduction", 0, 0, "dp", 1),), (3,), 0, True)),
+    (any_slice_is_the_own, drawn.Program(CUT, (("other_of_gathered", 0, 0, "dp", 0),), (3,), 0, True)),
+    (pieces_exchanged, drawn.Program(CUT, (("product", 0, 1, "dp", 0),), (3,), 1, True)),
+]
+"""And a program that shows it."""
+
+
+@contextmanager
+def made(fault: Fault) -> Iterator[None]:
+    where, name, wrong = fault()
+    right = where.__dict__.get(name)
+    setattr(where, name, wrong)
+    try:
+        yield
+    finally:
+        if right is None:
+            delattr(where, name)
+        else:
+            setattr(where, name, right)
+
+
+def caught(fault: Fault | None, program: drawn.Program) -> str:
+    """How the program differs on this rank with the fault, "" if it does not."""
+    mesh = fcoll.mesh(dp=2, tp=2)
+    with made(fault) if fault else nullcontext():
+        return drawn.difference(program, mesh)[0]
+
+
+def all_caught() -> list[tuple[str, str]]:
+    return [(caught(fault, program), caught(None, program)) for fault, program in FAULTS]
+
+
+def test_wrong_rules_are_caught(ranks: Pools) -> None:
+    results = ranks(4).run(all_caught)
+    for i, (fault, _) in enumerate(FAULTS):
+        assert any(result[i][0] for result in results), f"nobody notices {fault.__name__}"
+        assert not any(result[i][1] for result in results)
+
+
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "local"])
+def test_programs_are_of_all_kinds(mapped: bool) -> None:
+    programs = [program for program in drawn.drawn(200) if program.mapped == mapped]
+    assert {program.order for program in programs} == {0, 1, 2}
+    used = {name for program in programs for name, *_ in program.steps}
+    assert not mapped or used >= set(drawn.ALIKE)
