@@ -207,7 +207,7 @@ def function_of_arguments(target: Any) -> bool:
         return True
     if not _torch.is_operator(target) or target.namespace not in ("aten", "prims"):
         return False
-    if not target._schema.returns or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+    if not target._schema.returns or _torch.is_mutable(target) or torch.Tag.nondeterministic_seeded in target.tags:
         return False
     return not any(word in target._schema.name for word in ("empty", "rand", "dropout", "resize", "rnn", "_lstm"))
 

@@ -33,6 +33,11 @@ class Plan(NamedTuple):
         before: the number of collectives in the graph.
         after: the same, in the result.
         reasons: a line for each rule applied, in order; or why nothing was done.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> fcoll.optimize(make_fx(torch.sin)(torch.ones(2))).meta["fcoll"]
+        Plan(digest='', before=0, after=0, reasons=('there are no processes',))
     """
 
     digest: str
@@ -58,7 +63,7 @@ def optimize(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     results may differ by rounding.
 
     Args:
-        graph_module: what make_fx or a backend of torch.compile holds: ATen operations, without in-place ones, and
+        graph_module: what make_fx or a backend of torch.compile holds: ATen operations, none in place, and
             `torch.ops._c10d_functional`. It is changed.
 
     Returns:
@@ -86,7 +91,7 @@ def optimize(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             if families is None:
                 reasons = ["the ranks have different graphs"]
             elif not _functional(graph):
-                reasons = ["the graph has operations that work in place"]
+                reasons = ["the graph has operations that may work in place"]
             else:
                 reasons = rewrite(graph, dist.get_world_size(), families)
         _unmark(graph)
@@ -150,9 +155,16 @@ def _functional(graph: torch.fx.Graph) -> bool:
     for node in graph.nodes:
         if node.target == torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
             written = True
-        elif node.op == "call_function" and (written or _torch.is_mutable(node.target)):
+        elif node.op in ("call_method", "call_module") or (
+            node.op == "call_function" and (written or not _writes_nothing(node.target))
+        ):
             return False
     return True
+
+
+def _writes_nothing(target: Any) -> bool:
+    """Whether an operation says that it changes no argument: Python functions say nothing."""
+    return (_torch.is_operator(target) and not _torch.is_mutable(target)) or function_of_arguments(target)
 
 
 def _count(graph: torch.fx.Graph) -> int:

@@ -198,6 +198,19 @@ def test_classes() -> None:
     assert not invariance.alike(by_row, columns)
 
 
+def test_what_is_a_function_of_its_arguments() -> None:
+    aten: Any = torch.ops.aten
+    operation: Any
+    for operation in (aten.add.Tensor, aten.mm.default, aten.convolution.default, aten.zeros.default, aten.select.int):
+        assert invariance.function_of_arguments(operation), operation
+    for operation in (
+        aten.add_.Tensor, aten.rand_like.default, aten.bernoulli.default, aten.native_dropout.default,
+        aten.empty_like.default, aten.new_empty.default, aten.native_batch_norm.default, aten.randperm.default,
+        aten._assert_async.msg, torch.ops.fcoll.rank.default, torch.ops.fcoll.invariant.default, torch.add, mean,
+    ):  # fmt: skip
+        assert not invariance.function_of_arguments(operation), operation
+
+
 def test_groups_must_fit_together() -> None:
     family = optimizing._family
     assert family([[0, 1], [0, 1], [2, 3], [2, 3]]) == [[0, 1], [2, 3]]
