@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll import _torch, lowering, marks
-from fcoll.wire import movable, reducible, same
+from fcoll.wire import movable, reducible, same, wide
 
 _c10d = torch.ops._c10d_functional
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT}
@@ -45,7 +45,7 @@ _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {  # of a stack, here
     "sum": lambda stack: stack.sum(0, dtype=stack.dtype),
     "max": lambda stack: stack.amax(0),
     "min": lambda stack: stack.amin(0),
-    "prod": lambda stack: stack.prod(0, dtype=stack.dtype),
+    "prod": lambda stack: stack.prod(0, dtype=wide(stack)).to(stack.dtype),
 }
 
 SIMULATED = "fcoll-simulated:"  # names of groups that have a size and a first rank only, see trace

@@ -17,6 +17,7 @@ from torch import Tensor
 from fcoll import engine, marks
 from fcoll.blocks import join_blocks, split_blocks
 from fcoll.engine import Flight, Process
+from fcoll.wire import wide
 
 Params = tuple[Any, ...]
 
@@ -90,7 +91,7 @@ def _reduce_stack(stack: Tensor, n: int, op: str) -> Tensor:
         case "min":
             return stack.amin(0)
         case "prod":
-            return stack.prod(0, dtype=stack.dtype)
+            return stack.prod(0, dtype=wide(stack)).to(stack.dtype)
         case "any":
             return stack.any(0)
     return stack.all(0)
@@ -102,8 +103,8 @@ _WIRE = {"mean": "sum", "any": "max", "all": "min"}
 def _reduce_process(x: Tensor, process: Process, op: str) -> Flight:
     if op == "mean":
         half = x.dtype in (torch.float16, torch.bfloat16) and x.is_cpu  # where it is sent as float32
-        wide = x.float() if half else x  # so that there is one rounding, and no overflow
-        return engine.all_reduce(wide, "sum", process).then(lambda y: (y / process.n).to(x.dtype))
+        sent = x.float() if half else x  # so that there is one rounding, and no overflow
+        return engine.all_reduce(sent, "sum", process).then(lambda y: (y / process.n).to(x.dtype))
     return engine.all_reduce(x, _WIRE.get(op, op), process)
 
 
@@ -248,14 +249,9 @@ def _uneven_process(
 # Scans
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    """What to add up in: halves as float32, so that there is one rounding."""
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-
-
 def _prefix_sum_stack(stack: Tensor, n: int, inclusive: bool, reverse: bool) -> Tensor:
     x = stack.flip(0) if reverse else stack
-    y = x.cumsum(0, dtype=_wide(x)).to(x.dtype)
+    y = x.cumsum(0, dtype=wide(x)).to(x.dtype)
     if not inclusive:
         y = torch.cat((torch.zeros_like(y[:1]), y[:-1]))
     return y.flip(0) if reverse else y
@@ -270,7 +266,7 @@ def _prefix_sum_process(x: Tensor, process: Process, inclusive: bool, reverse: b
         pairs = [(rank, rank + offset) for rank in range(n - offset)]
         return engine.permute(y, [(d, s) for s, d in pairs] if reverse else pairs, process).wait()
 
-    y = x.to(_wide(x))
+    y = x.to(wide(x))
     y = y if inclusive else shifted(y, 1)
     offset = 1
     while offset < n:

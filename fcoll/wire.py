@@ -60,6 +60,11 @@ def _ordered(x: Tensor, op: str) -> Pair:
     return keys, back
 
 
+def wide(x: Tensor) -> torch.dtype:
+    """What to add up or multiply in: halves as float32, so that there is one rounding."""
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
 def same(x: Tensor) -> Tensor:
     """x."""
     return x
