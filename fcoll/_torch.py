@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C import _functorch, _len_torch_dispatch_stack  # see `transforming`, `batched`, `tracing`
+from torch._C._dynamo.eval_frame import set_eval_frame  # see `below`
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -158,13 +159,17 @@ def primal(x: torch.Tensor) -> torch.Tensor:
 class below:
     """Out of the innermost transform, a vmap: its rules are applied here, without the detour by an autograd.Function
     that torch makes, which costs four times as much.
+
+    Dynamo, which leaves code alone where a transform is active, must not find that none is.
     """
 
     def __enter__(self) -> None:
+        self.callback = set_eval_frame(None)
         self.layer = _functorch.pop_dynamic_layer_stack()
 
     def __exit__(self, *_: object) -> None:
         _functorch.push_dynamic_layer_stack(self.layer)
+        set_eval_frame(self.callback)
 
 
 def unbatch(x: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:

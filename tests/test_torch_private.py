@@ -30,6 +30,7 @@ NAMES = [
     "torch._C._functorch.pop_dynamic_layer_stack",
     "torch._C._functorch.push_dynamic_layer_stack",
     "torch._C._functorch.TransformType",
+    "torch._C._dynamo.eval_frame.set_eval_frame",
     "torch._functorch.predispatch._add_batch_dim",
     "torch._C._len_torch_dispatch_stack",
     "torch.autograd.forward_ad._current_level",
