@@ -51,7 +51,8 @@ def test_each_collective(substrate: Substrate) -> None:
         tree = {"a": x, "b": [x * 2, x.float(), torch.zeros_like(x[:, :0])]}
         results: list[list[Any]] = [[], []]
         for f, args in ROWS.values():
-            for found, g in zip(results, (later(f, *args), lambda t, at: f(t, at, *args)), strict=True):  # noqa: B023
+            ways: list[Any] = [later(f, *args), lambda t, at: f(t, at, *args)]  # noqa: B023
+            for found, g in zip(results, ways, strict=True):
 
                 def loss(x: Tensor, g: Any = g) -> Any:
                     return (g({"x": x, "y": x.sin()}, group)["y"] ** 2).sum()
@@ -106,8 +107,8 @@ def test_derivatives_of_every_kind(ranks: Pools) -> None:
             close(leaf.grad, grad(one)(x), backend)
             leaf.grad = None
         torch.compiler.reset()
-        compiled = torch.compile(grad(two), fullgraph=True, backend="aot_eager")
-        close(compiled(x), grad(one)(x))
+        gradient: Any = torch.compile(grad(two), fullgraph=True, backend="aot_eager")
+        close(gradient(x), grad(one)(x))
 
     for n in (2, 3):
         ranks(n).run(body, timeout=110)
