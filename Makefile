@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python;
 	"$$python" -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak bench docs format clean
+.PHONY: help demo test thorough soak bench docs format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,11 +22,14 @@ help: ## List the targets
 demo: $(VENV)/.examples ## Train a small network on an emulated 2 x 2 mesh
 	$(BIN)/python examples/digits.py
 
-test: $(VENV)/.dev ## Lint, check the types and run all tests
+test: $(VENV)/.dev ## Lint, check the types and run the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
+
+thorough: $(VENV)/.dev ## Run the tests that take long: faults, races, soak and more
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 
 soak: $(VENV)/.dev ## Run for minutes on four ranks: memory stays flat
 	$(BIN)/python tests/soak.py

@@ -10,6 +10,16 @@ from places import Place
 from fcoll.testing import Emulated, Processes, Ranks, Substrate
 
 SIZES = (2, 3, 4)
+LONG = {  # whole modules that take minutes together: `make thorough` runs them, and CI
+    "test_bench_command", "test_compat", "test_determinism", "test_faults", "test_optimize_programs", "test_races",
+    "test_selfcheck", "test_soak",
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in LONG:
+            item.add_marker("long")
 
 
 @pytest.fixture(scope="session")
