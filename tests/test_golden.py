@@ -114,6 +114,7 @@ def compiled_differences(batch: Case, program: Callable[..., Any], names: Sequen
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", BATCHES, ids=nest_of)
 def test_emulated_compiled(batch: Case) -> None:
     check(compiled_differences(batch, outside, first_order(batch), "aot_eager"))
@@ -126,6 +127,7 @@ def of_size(cases: Sequence[Case], n: int) -> list[Case]:
 SECOND_ORDER = [batch for batch in together(of_size(SINGLE, 3)) if "gg_x" in batch]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", SECOND_ORDER, ids=nest_of)
 def test_second_order_compiled(batch: Case) -> None:
     check(compiled_differences(batch, inside, wanted(batch), "aot_eager"))
@@ -175,6 +177,7 @@ def test_processes(family_and_size: str, ranks: Pools) -> None:
     check(problems)
 
 
+@pytest.mark.long
 def test_processes_compiled(ranks: Pools) -> None:
     n = 2
     sample = [case for cases in BY_FAMILY.values() for case in of_size(cases, n)[:2]]
