@@ -153,7 +153,8 @@ def all_reduce(x: Tensor, op: str, process: Process) -> Flight:
         wire, back = reducible(x, op)
         return _traced(_c10d.all_reduce(_torch.unknown(wire.contiguous()), _NAMES[op], process.name), back)
     group = process.group()
-    how = lowering.choose("extremum" if op in ("max", "min") else "all_reduce", x, process.n, group)
+    ordered = op in ("max", "min") and x.dtype.is_floating_point
+    how = lowering.choose("extremum" if ordered else "all_reduce", x, process.n, group)
     if how == "gather, reduce":
         return all_gather(x, process).then(_REDUCE[op])
     if how and not process.overlap:

@@ -70,7 +70,7 @@ def test_each_way(ranks: Pools) -> None:
                 for i, x in enumerate(inputs(rank)):
                     with by(kind, "") as asked:
                         want = call(x, group)
-                    assert kind in asked
+                    assert kind in asked or (kind == "extremum" and not x.dtype.is_floating_point)
                     for how in WAYS[kind] if x.numel() else []:
                         with by(kind, how):
                             got = call(x, group)
