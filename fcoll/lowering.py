@@ -1,7 +1,7 @@
 """Which way a collective takes: one table per backend, for tensors in the memory of the host.
 
 The operation of the backend itself is the default, and all that NCCL and backends unknown here get. Each line stands
-for rows that `benchmarks/run.py --only lowerings` prints; none goes beyond what was measured, up to 8 ranks.
+for rows that `benchmarks/run.py --only lowerings` prints, with 2 and 4 ranks; it holds for up to 8 if it does not say.
 Everything that decides is the same on all ranks of a group: they must agree.
 """
 
