@@ -62,8 +62,7 @@ def _eager(x: Tensor, name: str, params: Params, layout: Layout) -> Tensor:
     """On processes, with no transform around: a Function only for a gradient, and of the kind that costs half."""
     if x.requires_grad and torch.is_grad_enabled():
         return _classic_bind(x, _Static(name, params, layout))
-    y = started(x, name, params, layout, process_of(layout))
-    return arrived(y, name, layout) if isinstance(y, Flight) else y
+    return _on_process(x, name, params, layout)
 
 
 def _on_process(x: Tensor, name: str, params: Params, layout: Layout) -> Tensor:

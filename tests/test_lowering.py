@@ -91,7 +91,7 @@ def test_sums_are_the_same_bits_on_every_rank(ranks: Pools, n: int) -> None:
         x = torch.randn(count, generator=torch.Generator().manual_seed(dist.get_rank())) * 1e3
         return [fcoll.all_reduce(x, fcoll.WORLD, op) for op in ("sum", "mean", "max", "prod")]
 
-    for count in (3, 1000, (1 << 20) + 1):  # gathered; the backend's own; in two steps
+    for count in (3, 1000, (1 << 20) + 1):  # gathered; large enough for the backend's own, and for max in two steps
         first, *others = ranks(n).run(body, count)
         for other in others:
             for a, b in zip(first, other, strict=True):
