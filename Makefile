@@ -14,10 +14,10 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python;
 	"$$python" -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test thorough soak bench docs format clean
+.PHONY: help demo test thorough soak bench notebooks docs format clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.examples ## Train a small network on an emulated 2 x 2 mesh
 	$(BIN)/python examples/digits.py
@@ -36,6 +36,9 @@ soak: $(VENV)/.dev ## Run for minutes on four ranks: memory stays flat
 
 bench: $(VENV)/.bench ## Run the measurements in benchmarks/
 	$(BIN)/python benchmarks/run.py --plots docs/figures --markdown docs/figures.md
+
+notebooks: $(VENV)/.dev ## Run the notebooks and write their outputs
+	$(BIN)/python notebooks/execute.py
 
 docs: $(VENV)/.docs ## Build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html

@@ -56,11 +56,18 @@ def source() -> str:
         return _state.source
     for file, line in reversed(_torch.traced_lines()):
         if not file.startswith(_INSIDE):
-            return f"{os.path.basename(file)}:{line}"
+            return _spelled(file, line)
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return _spelled(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _spelled(file: str, line: int) -> str:
+    """train.py:12, or In[3]:2 in a notebook, whose cells are files with numbers for names."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cell = shell and shell.compile.format_code_name(file)  # as in IPython's tracebacks
+    return f"{cell[1] if cell else os.path.basename(file)}:{line}"
 
 
 _INSIDE = (
