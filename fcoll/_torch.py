@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -219,8 +220,8 @@ def passes(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given] if given is not None else []
 
 
-def graph_pass(rewrite: Callable[[torch.fx.GraphModule], Any]) -> Any:
-    """A pass for inductor; what it makes is not cached, since it talks to other ranks."""
+def graph_pass(rewrite: Callable[[torch.fx.GraphModule], Any], version: str | None) -> Any:
+    """A pass for inductor; what is compiled of what it makes is cached under its version, None for never."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
@@ -228,12 +229,13 @@ def graph_pass(rewrite: Callable[[torch.fx.GraphModule], Any]) -> Any:
             assert graph.owning_module is not None
             rewrite(graph.owning_module)
 
-        def uuid(self) -> None:
-            return None
+        def uuid(self) -> str | None:
+            return version
 
     return Pass()
 
 
+@functools.cache  # graphs are kept by backend
 def with_joint_pass(backend: Any, rewrite: Callable[[torch.fx.GraphModule], Any]) -> Any:
     """A backend that AOTAutograd feeds, with a pass over its graph before it cuts that into forward and backward.
 

@@ -9,27 +9,34 @@ from typing import Any
 
 from fcoll import _torch
 from fcoll.errors import fail
-from fcoll.optimizing import optimize
+from fcoll.optimizing import optimize, optimize_together
 
 
-def optimized(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of torch.compile, with a backend that optimises first.
+def optimize_first(options: dict[str, Any], always: bool, version: str) -> bool:
+    """Change these options of torch.compile so that its backend optimises first; says whether it can.
+
+    Args:
+        options: to change.
+        always: `optimize` every graph, rather than those that all ranks have; and nothing is cached.
+        version: of this package. What is cached is found by the same only.
 
     Raises:
-        ValueError: a backend that does not work on graphs of ATen operations made by AOTAutograd.
+        ValueError: if `always`, a backend that does not work on graphs of ATen operations made by AOTAutograd.
     """
-    backend = options.pop("backend", "inductor")
+    rewrite = optimize if always else optimize_together
+    backend = options.get("backend", "inductor")
     if backend == "inductor":
-        chosen = {**_torch.mode_options(options.pop("mode", None)), **(options.get("options") or {})}
+        chosen = options["options"]
         others = _torch.passes(chosen.get("joint_custom_pre_pass"))
-        chosen["joint_custom_pre_pass"] = [_torch.graph_pass(optimize), *others]
-        return {**options, "backend": backend, "options": chosen}
-    found = _torch.with_joint_pass(backend, optimize)
-    if found is None:
+        chosen["joint_custom_pre_pass"] = [_torch.graph_pass(rewrite, None if always else version), *others]
+        return True
+    found = _torch.with_joint_pass(backend, rewrite)
+    if found is None and always:
         fail(
             "value",
             "compile: optimize=True is for the backends inductor and aot_eager and those of aot_autograd, got {!r}; "
             "call fcoll.optimize in the backend, on the graph that it gets of AOTAutograd",
             backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__),
         )
-    return {**options, "backend": found}
+    options["backend"] = found or backend
+    return found is not None

@@ -12,29 +12,31 @@ from typing import Any, TypeVar, overload
 import torch
 
 from fcoll import _torch, backends, guards, marks
-from fcoll.errors import check_callable, check_flag
+from fcoll.errors import check_callable, fail, kind_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @overload
-def compile(f: Function, *, optimize: bool = False, **options: Any) -> Function: ...
+def compile(f: Function, *, optimize: bool | None = None, **options: Any) -> Function: ...
 @overload
-def compile(f: None = None, *, optimize: bool = False, **options: Any) -> Callable[[Function], Function]: ...
-def compile(f: Any = None, *, optimize: bool = False, **options: Any) -> Any:
+def compile(f: None = None, *, optimize: bool | None = None, **options: Any) -> Callable[[Function], Function]: ...
+def compile(f: Any = None, *, optimize: bool | None = None, **options: Any) -> Any:
     """torch.compile for functions with collectives: one whole graph, usable inside eager transforms, cacheable.
 
-    It differs from torch.compile in four things. `fullgraph=True` is the default, so that nothing runs uncompiled
-    unnoticed. Called inside an active torch.func transform, where torch refuses, it runs f eagerly, with one warning:
+    It differs from torch.compile in five things. Messages that are provably needless are not sent, and others travel
+    together, by `fcoll.optimize`: in programs of `fcoll.shard_map` over all processes. `fullgraph=True` is the default,
+    so that nothing runs uncompiled unnoticed. Called inside an active torch.func transform, where torch refuses, it runs f eagerly, with one warning:
     compile around the transform instead. The caches of AOTAutograd and inductor, which torch bypasses for graphs that
     hold functions it does not know, serve the next start of the program too. And a call does not verify again that the
-    code of fcoll, optree and torch is what it was when it was traced, which would take longer than a small collective
-    (with `mode`, which torch does not take together with options, it does).
+    code of fcoll, optree and torch is what it was when it was traced, which would take longer than a small collective.
 
     Args:
         f: the function. Without it, a decorator is returned.
-        optimize: drop and merge messages by `fcoll.optimize`. Then all ranks of the world must compile the same
-            functions in the same order, and what they compile is not cached.
+        optimize: whether to drop and merge messages. None: of graphs that all ranks are sure to compile together,
+            those that call a `shard_map` over all processes, and with the backends inductor, aot_eager and those of
+            aot_autograd. True: of every graph; then all ranks of the world must compile the same functions in the same
+            order, and nothing is cached. False: of none.
         options: of torch.compile.
 
     Returns:
@@ -50,19 +52,24 @@ def compile(f: Any = None, *, optimize: bool = False, **options: Any) -> Any:
     if f is None:
         return functools.partial(compile, optimize=optimize, **options)
     check_callable("compile", f)
-    if check_flag("compile", "optimize", optimize):
-        options = backends.optimized(options)
+    if optimize is not None and not isinstance(optimize, bool):
+        fail("type", "compile: optimize is True, False or None, got {}", kind_of(optimize))
     _torch.mark_cacheable(_NAMES, _digest())
-    if options.get("mode") is None:
-        options["options"] = {"guard_filter_fn": guards.needed, **(options.get("options") or {})}
+    given = options.get("options") or {}
+    if options.get("backend", "inductor") == "inductor":  # torch takes either a mode or options
+        given = {**_torch.mode_options(options.pop("mode", None)), **given}
+    options["options"] = {"guard_filter_fn": guards.needed, **given}
+    marking = optimize is not False and backends.optimize_first(options, bool(optimize), _digest())
     compiled: Any = torch.compile(f, **{"fullgraph": True, **options})
     name = getattr(f, "__name__", type(f).__name__)
     warned: list[bool] = []
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _torch.level() == 0:
-            if not optimize:
+        if torch.compiler.is_compiling():  # what traces here has to optimise
+            return compiled(*args, **kwargs)
+        if _torch.level() == 0:
+            if not marking:
                 return compiled(*args, **kwargs)
             with marks.marked():
                 return compiled(*args, **kwargs)

@@ -6,10 +6,14 @@ Nothing else makes an input of a graph known: what a user passes without `fcoll.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
 from torch import Tensor
+
+from fcoll import _torch
 
 
 class _State(threading.local):
@@ -29,7 +33,7 @@ class marked:
     """What is traced inside carries marks, for `fcoll.optimize`, which removes them.
 
     A context manager around the tracing of a graph: values that enter and leave a `fcoll.shard_map` over processes are
-    marked as the same on the ranks along which their specs say so. `fcoll.compile(f, optimize=True)` does it itself.
+    marked as the same on the ranks along which their specs say so. `fcoll.compile` does it itself.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -49,6 +53,16 @@ class marked:
         _state.wanted = self.before.pop()
 
 
+@contextmanager
+def unmarked() -> Iterator[None]:
+    """What is traced inside carries no marks, whatever is around it."""
+    before, _state.wanted = _state.wanted, False
+    try:
+        yield
+    finally:
+        _state.wanted = before
+
+
 @torch.library.custom_op("fcoll::invariant", mutates_args=())
 def _invariant(x: Tensor, ranks: list[int]) -> Tensor:
     """x, which is the same on these ranks of the world, this one among them."""
@@ -58,6 +72,12 @@ def _invariant(x: Tensor, ranks: list[int]) -> Tensor:
 @_invariant.register_fake
 def _(x: Tensor, ranks: list[int]) -> Tensor:
     return torch.empty_like(x)
+
+
+@_torch.allow_in_graph  # the caches of whole graphs do not know its name, and a graph from there is not compared
+def uncached(x: Tensor) -> Tensor:
+    """x, in a graph that is made anew in each process."""
+    return x.view_as(x)
 
 
 INVARIANT = torch.ops.fcoll.invariant.default

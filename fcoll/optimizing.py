@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.fx
 from torch import Tensor
 
-from fcoll import _torch, fusing, rewrites
+from fcoll import _torch, deferred, fusing, rewrites
 from fcoll.engine import RANK
 from fcoll.errors import CommunicationError, fail
 from fcoll.invariance import COLLECTIVES, WAIT, Families, Invariance, constant, function_of_arguments, key, literal
@@ -85,7 +85,9 @@ def optimize(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     before = _count(graph)
     digest, reasons = "", ["there are no processes"]
     with _torch.plain():
-        if dist.is_initialized():
+        if dist.is_initialized() and dist.get_backend() == "fake":
+            reasons = ["the processes are fake"]
+        elif dist.is_initialized():
             digest, groups = spelled(graph)
             families = agreed(digest, groups)
             if families is None:
@@ -100,12 +102,33 @@ def optimize(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return graph_module
 
 
+def optimize_together(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """`optimize`, if all ranks of the world are sure to come here with this program: it communicates, and calls a
+    `shard_map` over all of them, which they have to call together.
+    """
+    graph = graph_module.graph
+    world = dist.get_world_size() if dist.is_initialized() else 0
+    if _count(graph) and any(len(node.args[1]) == world for node in _marks(graph)):  # type: ignore[arg-type]
+        return optimize(graph_module)
+    with _torch.plain():
+        _unmark(graph)
+    graph_module.recompile()
+    return graph_module
+
+
+def _marks(graph: torch.fx.Graph) -> Sequence[torch.fx.Node]:
+    return graph.find_nodes(op="call_function", target=INVARIANT)  # type: ignore[no-any-return]
+
+
 def _unmark(graph: torch.fx.Graph) -> None:
-    """Take the marks away. A result must not turn into a view of an argument: there, a copy stays."""
-    for node in graph.find_nodes(op="call_function", target=INVARIANT):
+    """Take the marks away. A result must not turn into a view of an argument: there, a copy stays. And what reads the
+    same on all ranks becomes what this one does.
+    """
+    for node in _marks(graph):
         x: Any = node.args[0]
         node.replace_all_uses_with(rewrites.emit(node, rewrites.aten.clone.default, x) if _escapes(node) else x)
         graph.erase_node(node)
+    deferred.settle(graph)
 
 
 def _escapes(node: torch.fx.Node) -> bool:

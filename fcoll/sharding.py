@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, NamedTuple, NoReturn, Protocol, overload
+from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -25,27 +25,40 @@ from fcoll.maps import replicated, unvarying
 from fcoll.meshes import Mesh, Shape
 from fcoll.specs import Entries, P, from_ranks, spelled, to_ranks
 
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+Output = TypeVar("Output", covariant=True)
 
-class Mapped(Protocol):
+
+class Mapped(Protocol[Params, Output]):
     """What `shard_map` returns."""
 
     __name__: str
 
-    def __call__(self, *args: Any) -> Any:
-        """The result for global values."""
+    def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Output:
+        """The result for global values, which are given by position."""
 
-    def on(self, mesh: Mesh) -> Mapped:
+    def on(self, mesh: Mesh) -> Mapped[Params, Output]:
         """The same map over another mesh."""
 
 
 @overload
 def shard_map(
+    f: Callable[Params, Result],
+    mesh: Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    *,
+    check: bool = True,
+) -> Mapped[Params, Result]: ...
+@overload  # for lambdas, where mypy gives up on the first one
+def shard_map(
     f: Callable[..., Any], mesh: Mesh | None = None, in_specs: Any = None, out_specs: Any = None, *, check: bool = True
-) -> Mapped: ...
+) -> Mapped[..., Any]: ...
 @overload
 def shard_map(
     f: None = None, mesh: Mesh | None = None, in_specs: Any = None, out_specs: Any = None, *, check: bool = True
-) -> Callable[[Callable[..., Any]], Mapped]: ...
+) -> Callable[[Callable[Params, Result]], Mapped[Params, Result]]: ...
 def shard_map(
     f: Callable[..., Any] | None = None,
     mesh: Mesh | None = None,
@@ -304,6 +317,8 @@ def _marked(shape: Shape, x: Tensor, names: tuple[str, ...]) -> Tensor:
     """x, of which a graph is told that it is the same along these axes, and so is its cotangent; see `marks`."""
     if not marks.wanted() or not names or not shape.processes or recorder.active():
         return x
+    if torch.compiler.is_compiling():
+        x = marks.uncached(x)
     return bind("mark", x, _along(shape, names[:1]), meshes.ranks_along(shape.key, names))
 
 

@@ -178,7 +178,10 @@ found = {"grad": run(fcoll.compile(torch.func.grad(virtual)), w, x)}
 dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
 mesh = fcoll.mesh(i=2)
 processes = fcoll.shard_map(loss, mesh, (P("i"), P(None, "i")), P())
-found["backward"] = run(fcoll.compile(processes), w.requires_grad_(), x)
+w.requires_grad_()
+found["backward"] = run(fcoll.compile(processes, optimize=False), w, x)
+torch.compiler.reset()
+found["optimised"] = run(fcoll.compile(processes), w, x)
 dist.destroy_process_group()
 print(json.dumps(found))
 """
@@ -199,6 +202,9 @@ def test_caches_serve_the_next_start(tmp_path: Path) -> None:
         assert (hits, misses, bypasses) == (0, 1, 0), how
         assert compiled >= 1, how
         assert second[how] == [value, 1, 0, 0, 0], how
+    # the ranks compare their graphs anew: all but the generating of code is done again
+    assert first["optimised"] == [first["backward"][0], 0, 0, 1, 2]
+    assert second["optimised"] == [first["backward"][0], 0, 0, 1, 0]
 
 
 def test_the_functions_that_graphs_hold_by_name() -> None:
@@ -215,7 +221,7 @@ def test_the_functions_that_graphs_hold_by_name() -> None:
         for file, text in sources.items()
         for function in re.findall(r"^@_torch\.allow_in_graph.*\ndef (\w+)", text, re.MULTILINE)
     }
-    assert allowed == set(compiling._NAMES)
+    assert allowed - {"fcoll.marks.uncached"} == set(compiling._NAMES)
 
 
 # ---- what a graph holds

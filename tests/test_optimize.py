@@ -170,7 +170,7 @@ def test_without_processes_nothing_happens() -> None:
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match=r"optimize: graph_module is a torch\.fx\.GraphModule, got function"):
         fcoll.optimize(mean)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="compile: optimize is True or False, got"):
+    with pytest.raises(TypeError, match="compile: optimize is True, False or None, got"):
         fcoll.compile(mean, optimize="yes")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"compile: optimize=True is for .*, got 'eager'; call fcoll\.optimize in"):
         fcoll.compile(mean, optimize=True, backend="eager")
@@ -247,14 +247,14 @@ def compiled(kinds: list[str]) -> list[tuple[str, Any, Any, list[fcoll.Plan]]]:
         plans.append(plain(graph).meta["fcoll"])
         return graph
 
-    vars(backends)["optimize"] = watched
+    vars(backends)["optimize"] = vars(optimizing)["optimize"] = watched
     try:
         for kind in kinds:
             torch.compiler.reset()
             del plans[:]
             how, _, name = kind.partition(" ")
             backend: Any = aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g.forward)) if name == "own" else name
-            options = {"optimize": True, "backend": backend}
+            options = {"optimize": None if how == "outside" else True, "backend": backend}
             if how == "second":
                 got, want = fcoll.compile(grad(along, everything), **options)(*args), grad(along, everything)(*args)
             else:
@@ -263,7 +263,7 @@ def compiled(kinds: list[str]) -> list[tuple[str, Any, Any, list[fcoll.Plan]]]:
                 got, want = tuple(leaf.grad for leaf in leaves), gradient(*args)
             found.append((kind, got, want, list(plans)))
     finally:
-        vars(backends)["optimize"] = plain
+        vars(backends)["optimize"] = vars(optimizing)["optimize"] = plain
     return found
 
 
@@ -280,7 +280,7 @@ def by_inductor() -> tuple[Any, Any, str]:
     mapped: Any = fcoll.shard_map(lambda x: fcoll.all_reduce(x, "i"), fcoll.mesh(i=2), (P(),), P())
     x = draw((3,))
     torch.compiler.reset()
-    got, code = run_and_get_code(fcoll.compile(mapped, optimize=True), x)
+    got, code = run_and_get_code(fcoll.compile(mapped), x)
     return got, mapped(x), code[0]
 
 
@@ -289,3 +289,30 @@ def test_compile_applies_it_for_inductor(ranks: Pools) -> None:
     for got, want, code in ranks(2).run(by_inductor, timeout=100):
         close(got, want)
         assert "all_reduce" not in code
+
+
+def alone() -> list[Any]:
+    """What only some ranks compile: none may wait for the others."""
+    rank, x, found = dist.get_rank(), draw((4,)), []
+    torch.compiler.reset()
+    everyone = fcoll.mesh(dp=2, tp=2)
+    assert isinstance(everyone, DeviceMesh)
+
+    def compiled(f: Callable[..., Any], mesh: Any, *specs: P) -> Any:
+        mapped = fcoll.shard_map(f, mesh, specs[0], specs[1])
+        return fcoll.compile(mapped, backend="aot_eager")(x), mapped(x)
+
+    if rank < 2:
+        found.append(compiled(lambda x: fcoll.all_reduce(x, "tp"), everyone["tp"], P(), P()))
+    if rank == 3:
+        found.append(compiled(lambda x: x.sin(), everyone, P(), P()))
+        found.append((fcoll.compile(torch.sin, backend="aot_eager")(x), x.sin()))
+    return found
+
+
+def test_a_rank_that_compiles_alone_waits_for_nobody(ranks: Pools) -> None:
+    results = ranks(4).run(alone, timeout=60)
+    assert [len(found) for found in results] == [1, 1, 0, 2]
+    for found in results:
+        for got, want in found:
+            close(got, want)
