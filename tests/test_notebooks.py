@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
-QUICK = ("01_first_steps.ipynb",)  # the others run by `make thorough`
+QUICK = ("01_first_steps.ipynb", "02_gradient_pairs.ipynb")  # the others run by `make thorough`
 PATHS = [
     pytest.param(path, id=path.stem, marks=[] if path.name in QUICK else [pytest.mark.long])
     for path in execute.notebooks()
