@@ -41,7 +41,7 @@ notebooks: $(VENV)/.dev ## Run the notebooks and write their outputs
 	$(BIN)/python notebooks/execute.py
 
 docs: $(VENV)/.docs ## Build the documentation into docs/_build/html
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
 	@echo "built docs/_build/html/index.html"
 
 format: $(VENV)/.dev ## Rewrite the sources in the house format
@@ -49,7 +49,7 @@ format: $(VENV)/.dev ## Rewrite the sources in the house format
 	$(BIN)/ruff format .
 
 clean: ## Delete .venv, caches and built files
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/_build
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/_build docs/notebooks
 	find fcoll tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # A stamp per set of packages: a second run installs nothing, a change of the pins installs again.
