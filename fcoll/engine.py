@@ -8,7 +8,7 @@ tenth of them, in the way that `lowering.py` chooses. Blocks of all ranks are st
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +93,35 @@ def _(group: str) -> Tensor:
 
 
 RANK = torch.ops.fcoll.rank.default
+
+
+@torch.library.custom_op("fcoll::move", mutates_args=())
+def _move(x: Tensor, kind: str, places: list[int], group: str) -> Tensor:
+    """What `moving` gives. Unlike what that is made of, it reads the same on all ranks."""
+    return moving(x, kind, places, group).wait().clone(memory_format=torch.contiguous_format)
+
+
+@_move.register_fake
+def _(x: Tensor, kind: str, places: list[int], group: str) -> Tensor:
+    return x.new_empty({"gather": (places[0], *x.shape), "scatter": x.shape[1:]}.get(kind, x.shape))
+
+
+MOVE = torch.ops.fcoll.move.default
+
+
+def moving(x: Tensor, kind: str, places: Sequence[int], group: str) -> Flight:
+    """A permute, gather or scatter among ranks of a process group: `places` are n, and then the root, or source,
+    destination, source, ...
+    """
+    process, ranks = Process(group, places[0], ()), places[1:]
+    if kind == "permute":
+        return permute(x, list(zip(ranks[::2], ranks[1::2], strict=True)), process)
+    return (gather if kind == "gather" else scatter)(x, ranks[0], process)
+
+
+def _later(x: Tensor, kind: str, ranks: Iterable[int], process: Process) -> Flight:
+    """The same, as one operation of the graph until `deferred.py` puts this rank's part into its place."""
+    return _traced(torch.ops.fcoll.move(_torch.unknown(x), kind, [process.n, *ranks], process.name))
 
 
 _made: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # the world is kept: its id is a key
@@ -248,6 +277,8 @@ def reduce(x: Tensor, dst: int, process: Process) -> Flight:
 
 def gather(x: Tensor, dst: int, process: Process) -> Flight:
     """Every rank's x stacked on rank dst, zeros elsewhere."""
+    if marks.wanted() and _torch.tracing(x):
+        return _later(x, "gather", [process.rank(dst)], process).then(_from_ranks(process))
     flight, here = _to_root(x, dst, process)
     return flight if here else flight.then(lambda _: zeros(x, (process.n, *x.shape)))
 
@@ -282,6 +313,8 @@ def scatter(blocks: Tensor, src: int, process: Process) -> Flight:
     """Block r of rank src."""
     n, root = process.n, process.rank(src)
     if _torch.tracing(blocks):
+        if marks.wanted():
+            return _later(_to_ranks(blocks, process), "scatter", [root], process)
         here = process.here() == src
         receive = [int(rank == root) for rank in range(n)]
         rows = _to_ranks(blocks, process) if here else blocks[:0]
@@ -308,6 +341,8 @@ def scatter(blocks: Tensor, src: int, process: Process) -> Flight:
 
 def permute(x: Tensor, perm: Sequence[tuple[int, int]], process: Process) -> Flight:
     """x of the rank that sends here, zeros where nobody does; `perm` holds (source, destination)."""
+    if marks.wanted() and _torch.tracing(x):
+        return _later(x, "permute", (process.rank(index) for pair in perm for index in pair), process)
     here = process.here()
     to = [process.rank(destination) for source, destination in perm if source == here]
     source = [process.rank(source) for source, destination in perm if destination == here]
@@ -369,12 +404,14 @@ def _others(process: Process) -> tuple[int, list[tuple[int, int]]]:
 
 def at_root(y: Tensor, root: int, process: Process) -> Tensor:
     """y on the root, zeros elsewhere."""
+    if marks.wanted() and _torch.tracing(y):
+        return torch.where(process.index_tensor().to(y.device) == root, y, zeros(y, ()))
     return y if process.here() == root else zeros(y, y.shape)
 
 
 def zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zeros that take no memory."""
-    return like.new_zeros(()).expand(shape)
+    """Zeros that take no memory. By `full`, which inductor knows in a graph that `deferred.py` has changed."""
+    return torch.full((), 0, dtype=like.dtype, device=like.device).expand(shape)
 
 
 def _to_ranks(blocks: Tensor, process: Process) -> Tensor:

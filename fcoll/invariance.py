@@ -14,14 +14,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx
 from torch import Tensor
 
 from fcoll import _torch
-from fcoll.engine import RANK
+from fcoll.engine import MOVE, RANK
 from fcoll.marks import INVARIANT
 
 Classes = tuple[int, ...]
@@ -41,7 +41,7 @@ REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 ALL_TO_ALL = c10d.all_to_all_single.default
 BROADCAST = c10d.broadcast.default
 
-COLLECTIVES = {ALL_REDUCE: 3, ALL_GATHER: 3, REDUCE_SCATTER: 4, ALL_TO_ALL: 4, BROADCAST: 3}
+COLLECTIVES = {ALL_REDUCE: 3, ALL_GATHER: 3, REDUCE_SCATTER: 4, ALL_TO_ALL: 4, BROADCAST: 3, MOVE: 4}
 """The operations that send, with their number of arguments; the group is the last."""
 
 
@@ -77,6 +77,16 @@ def gathered(x: Classes, family: Family, placed: bool) -> Classes:
         values = tuple(x[rank] for rank in group)
         for place, rank in enumerate(group):
             read[rank] = (values, place if placed else 0)
+    return classes_of(read)
+
+
+def received(x: Classes, family: Family, source: Callable[[int], int | None]) -> Classes:
+    """Of the value of the member at the source of a rank's place, or of zeros where there is None."""
+    read: list[Hashable] = [("outside", rank) for rank in range(len(x))]
+    for group in family:
+        for place, rank in enumerate(group):
+            at = source(place)
+            read[rank] = "zeros" if at is None else x[group[at]] if 0 <= at < len(group) else ("unknown", rank)
     return classes_of(read)
 
 
@@ -142,19 +152,25 @@ class Invariance:
         if family is None:
             return self.varying
         if node.target == BROADCAST:
-            source = node.args[1]
-            if not isinstance(source, int) or any(not 0 <= source < len(group) for group in family):
-                return self.varying
-            read: list[Hashable] = [("outside", rank) for rank in range(self.world)]
-            for group in family:
-                for rank in group:
-                    read[rank] = x[group[source]]
-            return classes_of(read)
+            source: Any = node.args[1]
+            return received(x, family, lambda place: source)
+        if node.target == MOVE:
+            return self._of_move(node, x, family)
         if node.target == ALL_TO_ALL:
             sizes: list[Any] = [*node.args[1], *node.args[2]]  # type: ignore[misc]
             if any(type(size) is not int or size != sizes[0] for size in sizes):
                 return self.varying
         return gathered(x, family, node.target in (REDUCE_SCATTER, ALL_TO_ALL))
+
+    def _of_move(self, node: torch.fx.Node, x: Classes, family: Family) -> Classes:
+        kind, (_, *ranks) = cast("tuple[str, list[int]]", node.args[1:3])
+        if kind == "permute":
+            sources = dict(zip(ranks[1::2], ranks[::2], strict=True))
+            return received(x, family, sources.get)
+        if kind == "scatter":
+            return meet(received(x, family, lambda place: ranks[0]), gathered(self.everywhere, family, True))
+        at_root = received(self.everywhere, family, lambda place: 0 if place == ranks[0] else None)
+        return meet(gathered(x, family, False), at_root)
 
 
 _OF_SHAPE = {

@@ -166,4 +166,4 @@ def test_programs_are_of_all_kinds(mapped: bool) -> None:
     programs = [program for program in drawn.drawn(200) if program.mapped == mapped]
     assert {program.order for program in programs} == {0, 1, 2}
     used = {name for program in programs for name, *_ in program.steps}
-    assert not mapped or used >= set(drawn.ALIKE)
+    assert not mapped or used >= set(drawn.STEPS)
