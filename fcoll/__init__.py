@@ -76,3 +76,7 @@ __all__ = [
     "wait",
     *functional.__all__,
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)  # what completion offers: the modules behind the names are no part of it

@@ -109,7 +109,7 @@ class Call(Generic[Tree]):
             self._unpack(y, bucket, shapes, params, fused, results)
         return self.rebuild(results)
 
-    def _start(self, name: str, params: Any, fused: Fused | None, before: Any, after: Any) -> pending.Pending:
+    def _start(self, name: str, params: Any, fused: Fused | None, before: Any, after: Any) -> pending.Pending[Any]:
         tensors: list[Tensor | None] = []
         passages: list[Any] = []
         packed = []

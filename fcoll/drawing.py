@@ -8,7 +8,7 @@ import itertools
 import string
 import unicodedata
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, ParamSpec, overload
 
 import torch
 
@@ -18,9 +18,11 @@ from fcoll.meshes import Mesh
 from fcoll.provenance import Leaf, Origin
 from fcoll.svg import Box, Label, Line, Picture, Shape
 
+Params = ParamSpec("Params")
+
 
 @overload
-def draw(f: Callable[..., Any], mesh: Mesh) -> Callable[..., Picture]: ...
+def draw(f: Callable[Params, Any], mesh: Mesh) -> Callable[Params, Picture]: ...
 @overload
 def draw(f: Callable[..., Any], *, n: int, shape: Sequence[int] | None = None, **options: Any) -> Picture: ...
 def draw(

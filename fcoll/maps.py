@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from fcoll import _torch, axes, trees
 from fcoll.errors import beyond_int64, check_callable, fail
 
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
 
 def vmap(
-    f: Callable[..., Any],
+    f: Callable[Params, Result],
     in_dims: Any = 0,
     out_dims: Any = 0,
     randomness: str = "error",
     *,
     axis_name: str,
     axis_size: int | None = None,
-) -> Callable[..., Any]:
+) -> Callable[Params, Result]:
     """Map `f` over an axis that has a name: collectives in `f` communicate over it, as if each slice were a rank.
 
     Per rank: f sees slice r of every mapped argument; result r is what f returns there.
@@ -55,7 +58,7 @@ def vmap(
         fail("type", "vmap: axis_name is a string, got {}", type(axis_name).__name__)
 
     @functools.wraps(f, updated=())  # what f carries, compiled or a module, stays with it
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: Params.args, **kwargs: Params.kwargs) -> Any:
         leaves, spec = trees.flatten(args)
         dims = _prefix("in_dims", tuple(in_dims) if isinstance(in_dims, list) else in_dims, args, leaves, "arguments")
         n = _size(leaves, dims, args, axis_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import optree
 import torch
@@ -12,11 +12,14 @@ from torch import Tensor
 
 from fcoll import passage, trees
 from fcoll.errors import fail
+from fcoll.groups import GroupLike
 
+Tree = TypeVar("Tree")
+Params = ParamSpec("Params")
 Steps = list[tuple[Any, Callable[[Tensor], None]]]
 
 
-class Pending:
+class Pending(Generic[Tree]):
     """What `fcoll.start` returns: the result of a collective that is on its way.
 
     It is a tree, whose leaves stand for the messages. `fcoll.wait` gives the result. Whoever drops it loses the result
@@ -38,12 +41,12 @@ class Pending:
         return f"fcoll.Pending({len(self._passages)} message{'s' * (len(self._passages) != 1)})"
 
 
-def _children(pending: Pending) -> tuple[list[Tensor | None], Pending, None]:
+def _children(pending: Pending[Any]) -> tuple[list[Tensor | None], Pending[Any], None]:
     return pending._tensors, pending, None
 
 
-def _rebuilt(pending: Pending, tensors: Any) -> Pending:
-    made = Pending(list(tensors), pending._passages, pending._finish)
+def _rebuilt(pending: Pending[Any], tensors: Any) -> Pending[Any]:
+    made: Pending[Any] = Pending(list(tensors), pending._passages, pending._finish)
     made._traced = pending._traced
     return made
 
@@ -69,7 +72,13 @@ def starting() -> bool:
     return _state.starting
 
 
-def start(f: Callable[..., Any], tree: Any, group: Any, *args: Any, **kwargs: Any) -> Pending:
+def start(
+    f: Callable[Concatenate[Tree, GroupLike, Params], Tree],
+    tree: Tree,
+    group: GroupLike,
+    *args: Params.args,
+    **kwargs: Params.kwargs,
+) -> Pending[Tree]:
     """Start the collective `f(tree, group, ...)`: what is computed until `fcoll.wait` overlaps with the messages.
 
     Per rank:
@@ -116,7 +125,7 @@ def start(f: Callable[..., Any], tree: Any, group: Any, *args: Any, **kwargs: An
     return pending
 
 
-def wait(pending: Any) -> Any:
+def wait(pending: Pending[Tree]) -> Tree:
     """Wait for what `fcoll.start` has started, and return its result.
 
     Per rank:
@@ -147,4 +156,5 @@ def wait(pending: Any) -> Any:
     if not pending._result:
         arrived = [passage.end(x, way) for x, way in zip(pending._tensors, pending._passages, strict=True)]
         pending._result.append(pending._finish(arrived))
-    return pending._result[0]
+    result: Tree = pending._result[0]
+    return result

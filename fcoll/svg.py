@@ -80,9 +80,11 @@ class Picture:
     """
 
     def __init__(self, title: str, width: float, height: float, shapes: Sequence[Shape], text: str) -> None:
-        self.title, self.text = title, text
-        self.width, self.height = width, height
-        self.shapes = tuple(shapes)
+        self.title: str = title
+        self.text: str = text
+        self.width: float = width
+        self.height: float = height
+        self.shapes: tuple[Shape, ...] = tuple(shapes)
 
     @property
     def svg(self) -> str:

@@ -172,7 +172,7 @@ class Processes(Substrate):
     """
 
     def __init__(self, ranks: Ranks, m: int | None = None) -> None:
-        self.n = ranks.n if m is None else m
+        self.n: int = ranks.n if m is None else m
         self.ranks = ranks
         if not 1 <= self.n <= ranks.n:
             raise ValueError(f"m={m} is not between 1 and the {ranks.n} ranks of the pool")

@@ -665,7 +665,8 @@ def test_only_some_leaves_require_grad(substrate: Substrate) -> None:
         return tree["a"].grad
 
     if isinstance(substrate, Emulated):
-        got = run(fcoll.vmap(lambda t: fcoll.all_reduce(t, "i"), axis_name="i"), stack)
+        total = fcoll.vmap(lambda t: fcoll.all_reduce(t, "i"), axis_name="i")
+        got = run(total, stack)
         scale = (n * stack["b"].sum()) * (1 + n * stack["k"].sum())
     else:
         got = substrate.map(lambda group, t: run(lambda t: fcoll.all_reduce(t, group), t), stack)

@@ -473,7 +473,7 @@ def test_subgroups_of_the_names_of_a_mesh(ranks: Pools) -> None:
     def f() -> tuple[Any, Any, Any]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         mine = x[dist.get_rank()]
-        mapped = fcoll.shard_map(program, mesh, P(("a", "b")), P(("a", "b")))
+        mapped: Any = fcoll.shard_map(program, mesh, P(("a", "b")), P(("a", "b")))
         with fcoll.bind(mesh):
             eager = program(mine)
             compiled = torch.compile(program, fullgraph=True, backend="aot_eager")(mine)

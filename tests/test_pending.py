@@ -69,7 +69,7 @@ def compute(x: Tensor, w: Tensor, two_steps: bool, group: Any = G) -> Tensor:
     """A loss with work between start and wait; it weighs the ranks differently."""
     pending = fcoll.start(fcoll.all_gather, x, group) if two_steps else None
     meanwhile = (w @ w).sin().sum()
-    gathered = fcoll.wait(pending) if two_steps else fcoll.all_gather(x, group)
+    gathered = fcoll.wait(pending) if pending is not None else fcoll.all_gather(x, group)
     return ((gathered @ w) ** 2).sum() * (1 + fcoll.axis_index(group)) + meanwhile
 
 
@@ -237,13 +237,13 @@ def test_what_cannot_be_started() -> None:
     with pytest.raises(TypeError, match=r"start: f is one of fcoll\.all_reduce, .*, got vary"):
         fcoll.start(fcoll.vary, x, "i")
     with pytest.raises(TypeError, match="got sum"):
-        fcoll.start(torch.sum, x, "i")
+        fcoll.start(torch.sum, x, "i")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got int"):
         fcoll.start(3, x, "i")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="start: all_gather with sizes cannot be started"):
         fcoll.start(fcoll.all_gather, x, "i", sizes=[1, 1])
     with pytest.raises(TypeError, match=r"wait: pending is what fcoll\.start returned, got Tensor"):
-        fcoll.wait(x)
+        fcoll.wait(x)  # type: ignore[arg-type]
     with pytest.raises(NameError, match="axis name 'i' is not bound"):
         fcoll.start(fcoll.all_gather, x, "i")
     assert fcoll.vmap(lambda x: fcoll.all_reduce(x, "i"), axis_name="i")(x).tolist() == [2, 2]  # starts nothing

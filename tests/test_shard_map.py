@@ -898,7 +898,7 @@ def test_what_is_no_map(place: Place) -> None:
         kinds = "fcoll.mesh, fcoll.virtual_mesh or torch's init_device_mesh"
         assert str(raised.value) == f"shard_map: a mesh is what {kinds} make, got str"
         with pytest.raises(TypeError, match="unexpected keyword argument 'x'"):
-            fcoll.shard_map(lambda x: x, mesh, P(), P())(x=torch.ones(2))  # type: ignore[call-arg]
+            fcoll.shard_map(lambda x: x, mesh, P(), P())(x=torch.ones(2))
 
     place(body, i=2)
 

@@ -118,7 +118,7 @@ def test_numbers_are_results() -> None:
         "yes": [True] * 3,
         "z": [1j] * 3,
     }
-    once = fcoll.vmap(lambda x: fcoll.axis_size("i"), out_dims=None, axis_name="i")(torch.ones(3))
+    once: Any = fcoll.vmap(lambda x: fcoll.axis_size("i"), out_dims=None, axis_name="i")(torch.ones(3))
     assert once.shape == ()
     assert once == 3
 
