@@ -47,10 +47,16 @@ def public() -> list[str]:
 @functools.cache
 def targets() -> dict[str, str]:
     """What a piece of code may say, and the name that it means."""
-    found = {name: name for name in public() if name not in ("fcoll", "fcoll.functional", "fcoll.__version__")}
+    found = {name: name for name in public() if name not in ("fcoll", "fcoll.__version__")}
     found |= {name: name for path in INVENTORIES.glob("*.txt") for name, _, _ in inventory(path)[1]}
     found |= {name.removeprefix("fcoll."): name for name in found if name.startswith(("fcoll.lax.", "fcoll.regions."))}
-    return found | {name: f"fcoll.{name}" for name in fcoll.functional.__all__}
+    return found | {name: f"fcoll.{name}" for name in fcoll.__all__ if _telling(name)}
+
+
+def _telling(name: str) -> bool:
+    """Names that mean fcoll's without a module before them; `mesh` means an argument, `shard_map` perhaps JAX's."""
+    long = ("_" in name and name != "shard_map") or (name[0].isupper() and name not in ("P", "Group"))
+    return name in fcoll.functional.__all__ or name in ("start", "wait", "send", "recv") or long
 
 
 class CodeLinks(SphinxTransform):

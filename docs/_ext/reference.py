@@ -2,6 +2,7 @@
 
 {api}  entries for the names of its argument; its content is pictures of the (one) name, a blank line between them
 {api-of-module}  a module's docstring, and entries for all its names
+{api-others}  entries for collectives that no {api} names
 {draw}  the picture that its content, Python, ends in
 {pattern}  a module in examples/patterns, and what its program sends
 {command}  what a command of fcoll says on --help
@@ -20,6 +21,7 @@ import pathlib
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import docstrings
@@ -28,12 +30,14 @@ import torch
 from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import ExtensionMetadata
 
 import fcoll
 from fcoll.charts import bytes_of
 
+PAGES = pathlib.Path(__file__).parents[1] / "reference"
 PATTERNS = pathlib.Path(__file__).parents[2] / "examples" / "patterns"
 TITLES = {"Per rank": "Per rank", "Args": "Arguments", "Attributes": "Attributes", "Returns": "Returns",
           "Raises": "Raises", "Example": "Example"}  # fmt: skip
@@ -91,9 +95,10 @@ class Api(SphinxDirective):
         names = (self.arguments[0]).split()
         if self.content and len(names) > 1:
             raise self.error("pictures belong to one name")
-        return [node for name in names for node in self.entry(name)]
+        pictures = [source for source in "\n".join(self.content).split("\n\n") if source]
+        return [node for name in names for node in self.entry(name, pictures)]
 
-    def entry(self, name: str) -> list[nodes.Node]:
+    def entry(self, name: str, pictures: Sequence[str] = ()) -> list[nodes.Node]:
         """One name: its signature, the parts of its docstring, its pictures, and its members."""
         module, short, thing = find(name)
         if inspect.isclass(thing) and not short[0].islower():
@@ -104,11 +109,10 @@ class Api(SphinxDirective):
         heads = [short + text for text in signatures.signatures(thing)] if signed else [short]
         made, content = self.described(kind, heads, module)
         content += self.body(inspect.getdoc(thing) or "")
-        if self.content:  # pictures stand after what they show: the specification and the transpose
-            places = [i for i, node in enumerate(content) if "arguments" in node.get("classes", [])]
-            at = places[0] if places else len(content)
-            sources = "\n".join(self.content).split("\n\n")
-            content[at:at] = [node for source in sources for node in picture(source)]
+        # Pictures stand after what they show: the specification and the transpose.
+        places = [i for i, node in enumerate(content) if "arguments" in node.get("classes", [])]
+        at = places[0] if places else len(content)
+        content[at:at] = [node for source in pictures for node in picture(source)]
         if kind == "class":
             for member, value in vars(thing).items():
                 if not (member.startswith("_") or any(hasattr(base, member) for base in thing.__bases__)):
@@ -191,15 +195,35 @@ class Api(SphinxDirective):
 
 
 class Module(Api):
-    """All of a module."""
+    """All of a module; the flag `alone` leaves out the entries of its names, which are elsewhere."""
 
     has_content = False
+    option_spec: ClassVar[dict[str, Any]] = {"alone": directives.flag}
 
     def run(self) -> list[nodes.Node]:
         (name,) = self.arguments
         module = importlib.import_module(name)
         made = self.parse_text_to_nodes(f"```{{py:module}} {name}\n```\n\n{inspect.getdoc(module)}")
-        return made + [node for each in module.__all__ for node in self.entry(f"{name}.{each}")]
+        names = [] if "alone" in self.options else module.__all__
+        return made + [node for each in names for node in self.entry(f"{name}.{each}")]
+
+
+class Others(Api):
+    """Collectives that no page has an entry for yet, drawn as they are: so that a new one needs no edit here."""
+
+    required_arguments = 0
+    has_content = False
+
+    def run(self) -> list[nodes.Node]:
+        pages = "".join(page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md")))
+        names = unlisted([f"fcoll.{name}" for name in fcoll.functional.__all__], pages)
+        return [node for name in names for node in self.entry(name, [f"fcoll.draw({name}, n=3)"])]
+
+
+def unlisted(names: list[str], text: str) -> list[str]:
+    """Those that have no entry in the text of a page."""
+    listed = set(" ".join(re.findall(r"^```\{api\} (.*)$", text, re.MULTILINE)).split())
+    return [name for name in names if name not in listed]
 
 
 class Pattern(SphinxDirective):
@@ -263,6 +287,18 @@ class Command(SphinxDirective):
         return [nodes.literal_block(text, text, language="text")]
 
 
+class Trimmed(SphinxTransform):
+    """Code ends at its last line; blocks that are tested have an empty one behind it."""
+
+    default_priority = 520
+
+    def apply(self, **kwargs: object) -> None:
+        for block in self.document.findall(nodes.literal_block):
+            text = block.astext()
+            if text.endswith("\n") and len(block) == 1:
+                block[0] = nodes.Text(text.rstrip("\n"))
+
+
 @functools.cache
 def helped(name: str) -> str:
     """The help of a command, in 80 columns."""
@@ -282,8 +318,10 @@ def setup(app: Sphinx) -> ExtensionMetadata:
         ("draw", Draw),
         ("api", Api),
         ("api-of-module", Module),
+        ("api-others", Others),
         ("pattern", Pattern),
         ("command", Command),
     ):
         app.add_directive(name, directive)
+    app.add_transform(Trimmed)
     return {"parallel_read_safe": True}
