@@ -50,6 +50,9 @@ class _State(threading.local):
     def __init__(self) -> None:  # an attribute of the object from the start: Dynamo guards on where it was found
         self.check: tuple[Any, ...] = _from_environment()
 
+    def __reduce__(self) -> str:  # what `checked` decorates goes to other processes, where this is their own
+        return "_state"
+
 
 _state = _State()
 
@@ -182,6 +185,15 @@ def _each(x: Tensor, site: Site, axes: Sequence[int], send: Sequence[int], recei
     if axes and not crossed:
         facts |= {"the sizes sent": str(list(send)), "the sizes received": str(list(receive))}
     agreement.compare(site, (list(send), list(receive)) if crossed else None, lambda: facts, lambda: facts)
+
+
+def plan(reasons: Sequence[str]) -> None:
+    """Compare what `fcoll.optimize` has done on each rank of the world."""
+    check = Check(*_state.check)
+    world = _torch.world()
+    site = Site(world.group_name, (), "all", float(check.timeout), check.lines, "optimize", recorder.source(), "")
+    facts = {"what was done": "; ".join(reasons) or "nothing"}
+    agreement.compare(site, None, lambda: facts, lambda: facts)
 
 
 @torch.library.custom_op("fcoll::check", mutates_args=())

@@ -128,6 +128,17 @@ def test_functions_of_a_notebook_can_be_compiled() -> None:
             assert value == 12.0
 
 
+def test_functions_of_a_notebook_can_be_checked() -> None:
+    """The decorator's wrapper travels with all that it refers to, the thread's settings among them."""
+
+    @fcoll.checked(timeout=20)
+    def f() -> Tensor:
+        return fcoll.all_reduce(torch.ones(2 + dist.get_rank()), fcoll.WORLD)
+
+    with pytest.raises(fcoll.DisagreementError, match="disagree on call 1"):
+        fcoll.launch(f, 2)
+
+
 def test_a_rank_may_have_processes() -> None:
     def f() -> int | None:
         child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
