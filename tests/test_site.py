@@ -95,6 +95,14 @@ def test_every_public_name_has_an_entry(site: Path) -> None:
     assert not missing
 
 
+def test_sections_of_docstrings_are_recognised(site: Path) -> None:
+    for path in (site / "reference").glob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"<p>(Per rank|Args|Attributes|Returns|Raises|Example):</?", text), path.name
+    text = (site / "reference" / "reductions.html").read_text(encoding="utf-8")
+    assert text.count('<p class="part-title">Arguments</p>') >= 6
+
+
 def test_every_collective_is_drawn(site: Path) -> None:
     """In its own entry, and backward where it has a derivative."""
     entries: dict[str, str] = {}

@@ -154,11 +154,11 @@ class Api(SphinxDirective):
 
     def _text(self, part: docstrings.Part) -> list[nodes.Node]:
         made = self.parse_text_to_nodes(part.text)
-        for node in made:  # "Transpose: ...", with the word marked
+        for node in made:  # "Transpose: ...", with the words marked
             first = node[0] if isinstance(node, nodes.paragraph) and len(node) else None
             if isinstance(first, nodes.Text):
                 word, colon, rest = first.partition(":")
-                if colon and word in ("Transpose", "Derivative"):
+                if colon and word in ("Per rank", "Transpose", "Derivative"):
                     node.replace(first, [nodes.strong("", f"{word}:"), nodes.Text(rest)])
         return made
 

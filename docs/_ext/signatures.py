@@ -14,9 +14,14 @@ def signatures(thing: Callable[..., Any], *, bound: bool = False) -> list[str]:
 
     `bound` leaves out self.
     """
-    each = [inspect.signature(overload) for overload in typing.get_overloads(thing) or [thing]]
-    last = {tuple(signature.parameters): signature for signature in each}  # the last one is the most general
-    return [_signature(signature, thing, bound) for signature in last.values()]
+    found: dict[tuple[str, ...], inspect.Signature] = {}
+    for overload in typing.get_overloads(thing) or [thing]:
+        signature = inspect.signature(overload)
+        names = tuple(signature.parameters)
+        first = signature.parameters[names[0]].annotation if names else ""
+        if names not in found or first not in ("None", "complex"):  # a decorator without its function; numbers
+            found[names] = signature
+    return [_signature(signature, thing, bound) for signature in found.values()]
 
 
 def _signature(signature: inspect.Signature, thing: Any, bound: bool) -> str:
