@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -202,6 +202,17 @@ def is_mutable(target: Any) -> bool:
     return unsaid or bool(target._schema.is_mutable)
 
 
+def out_of_place(target: Any) -> Any:
+    """What makes a new tensor where an operation writes into its first argument and returns that; None for others."""
+    if not is_operator(target) or target.namespace != "aten" or not target._schema.name.endswith("_"):
+        return None
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in target._schema.arguments]
+    packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::")[:-1], None)
+    other = getattr(packet, target._overloadname, None)
+    plain = is_operator(other) and not is_mutable(other) and not is_view(other)
+    return other if plain and written[0] and not any(written[1:]) else None
+
+
 def is_view(target: Any) -> bool:
     """Whether it is one whose result may share memory with an argument; getitem takes apart what such a one gives."""
     return not is_operator(target) or any(each.alias_info is not None for each in target._schema.returns)
@@ -359,6 +370,19 @@ def fakes() -> Iterator[None]:
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield
+
+
+def observed(operations: Container[Any], tell: Callable[[], None]) -> Any:
+    """A context in which each call of one of these operations is told, by whatever it is made."""
+    from torch.utils._python_dispatch import TorchDispatchMode  # documented, without a public place
+
+    class Observer(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in operations:
+                tell()
+            return func(*args, **(kwargs or {}))
+
+    return Observer()
 
 
 def mark_cacheable(names: Sequence[str], version: str) -> None:

@@ -14,15 +14,32 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fcoll import buckets
-from fcoll.invariance import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, WAIT, Invariance
-from fcoll.rewrites import aten, emit, message
+from fcoll.engine import MOVE
+from fcoll.invariance import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER, WAIT, Invariance
+from fcoll.rewrites import aten, emit, even, message
 
-_FUSED = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
+
+def like(node: Node) -> Any:
+    """What those that travel together have in common: the arguments of their message. None for what travels alone."""
+    if node.target in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER):
+        return node.args[1:]
+    if node.target == MOVE and node.args[1] == "permute":
+        return node.args[1:]
+    if node.target == ALL_TO_ALL and even(node):
+        one = [1] * len(node.args[1])  # type: ignore[arg-type]
+        return (one, one, node.args[3])
+    return None
 
 
-def levels(graph: Graph) -> dict[Node, int]:
-    """The level of each collective. In a graph of forward and backward, what depends on tangents has its own ones:
-    a forward that waits for its backward would never run.
+def rows(node: Node) -> int:
+    """How many pieces of a message go to different ranks."""
+    args: Any = node.args
+    return args[2] if node.target == REDUCE_SCATTER else len(args[1]) if node.target == ALL_TO_ALL else 1  # type: ignore[no-any-return]
+
+
+def depths(graph: Graph) -> dict[Node, int]:
+    """How many collectives lie before each node, at most. In a graph of forward and backward, what depends on tangents
+    counts from a larger number: a forward that waits for its backward would never run.
     """
     found: dict[Node, int] = {}
     backward = len(graph.nodes) + 1
@@ -30,6 +47,13 @@ def levels(graph: Graph) -> dict[Node, int]:
         before = [found[each] + (each.target in COLLECTIVES) for each in node.all_input_nodes]
         tangent = node.op == "placeholder" and node.name.startswith("tangents")
         found[node] = max(before, default=backward if tangent else 0)
+    return found
+
+
+def levels(graph: Graph) -> dict[Node, int]:
+    """The level of each collective."""
+    found = depths(graph)
+    backward = len(graph.nodes) + 1
     needed: set[Node] = set()
     for node in reversed(graph.nodes):
         if node in needed or node.target in COLLECTIVES:
@@ -47,10 +71,11 @@ def fuse(graph: Graph, known: Invariance) -> list[str]:
     at = levels(graph)
     alike: dict[Any, list[tuple[Node, Node]]] = {}
     for node in graph.nodes:
-        found = message(node, known) if node.target in _FUSED else None
+        how = like(node) if node.target in COLLECTIVES else None
+        found = message(node, known) if how else None
         if found:
             value = node.meta["val"]
-            kind = (at[node], node.target, node.args[1:], value.dtype, value.device)
+            kind = (at[node], node.target, repr(how), value.dtype, value.device)
             alike.setdefault(kind, []).append((node, found[0]))
     reasons = []
     for members in alike.values():
@@ -65,9 +90,9 @@ def fuse(graph: Graph, known: Invariance) -> list[str]:
 def _together(graph: Graph, members: list[tuple[Node, Node]]) -> str:
     """One message for all; the graph is not in order afterwards."""
     (first, _), (last, _) = members[0], members[-1]
-    rows: Any = first.args[2] if first.target == REDUCE_SCATTER else 1  # blocks that go to different ranks
-    flat = [emit(last, aten.reshape.default, node.args[0], [rows, _numel(node.args[0]) // rows]) for node, _ in members]
-    sent = emit(last, first.target, emit(last, aten.cat.default, flat, 1), *first.args[1:])
+    n = rows(first)
+    flat = [emit(last, aten.reshape.default, node.args[0], [n, _numel(node.args[0]) // n]) for node, _ in members]
+    sent = emit(last, first.target, emit(last, aten.cat.default, flat, 1), *like(first))
     y = emit(last, WAIT, sent)
     start = 0
     for node, wait in members:

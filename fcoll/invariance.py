@@ -127,6 +127,11 @@ class Invariance:
             return self.everywhere if literal(node) else self.varying
         if node.op != "call_function":
             return self.varying
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and any(
+            type(size) is int and size == 0 for size in value.shape
+        ):  # which has no elements that could differ
+            return self.everywhere
         inputs = [self[each] for each in node.all_input_nodes]
         if node.target == INVARIANT:
             family = self.families.get(key(node))

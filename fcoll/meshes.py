@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import itertools
 import math
 import os
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -228,7 +230,8 @@ def process_along(key: str, names: tuple[str, ...]) -> tuple[str, int, tuple[int
         if key.startswith(SIMULATED) or isinstance(mesh, VirtualMesh):
             assert mesh.mesh_dim_names is not None
             n = math.prod(mesh.shape[mesh.mesh_dim_names.index(name)] for name in names)
-            found = SIMULATED + ",".join(names), n, ()
+            heard = "" if key.startswith(SIMULATED) else _UNHEARD
+            found = f"{SIMULATED}{key.removeprefix(SIMULATED)}:{','.join(names)}{heard}", n, ()
         else:
             with _torch.plain():
                 found = _group_along(mesh, names)
@@ -238,10 +241,66 @@ def process_along(key: str, names: tuple[str, ...]) -> tuple[str, int, tuple[int
 
 @_torch.assume_constant_result
 def ranks_along(key: str, names: tuple[str, ...]) -> tuple[int, ...]:
-    """The ranks of the world along some axes of a mesh of processes, through this rank."""
+    """The ranks of the world along some axes of a mesh of processes, through this rank. In traces, the mesh is the
+    world, and this rank its first.
+    """
     mesh: Any = _mesh_of(key)
     with _torch.plain():
+        if key.startswith(SIMULATED):
+            return _rows(mesh, names)[0]
         return _listed_along(mesh, names)
+
+
+_UNHEARD = "?"  # of groups whose messages are not part of the program
+
+
+def simulated(group: str) -> tuple[str, str, str] | None:
+    """Of a simulated group whose messages are part of the program: the mesh's key, the axes, and the subgroups."""
+    found = re.fullmatch(rf"{SIMULATED}(.*):([^:()?]*)(\(.*\))?", group)
+    return (found[1], found[2], found[3] or "") if found else None
+
+
+def simulated_groups(
+    key: str, groups: Sequence[str | tuple[int, ...]]
+) -> tuple[int, dict[str | tuple[int, ...], tuple[tuple[int, ...], ...]]]:
+    """The size of a mesh that is taken for the world; and for groups that are simulated, or ranks along some of its
+    axes, those that stand for them on all ranks.
+    """
+    mesh = _mesh_of(key)
+    assert mesh.mesh_dim_names is not None
+    found: dict[str | tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
+    rows: dict[str, tuple[tuple[int, ...], ...]] = {}
+    first: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
+    for count in range(len(mesh.mesh_dim_names) + 1):
+        for names in itertools.permutations(mesh.mesh_dim_names, count):
+            rows[",".join(names)] = each = _rows(mesh, names)
+            first[each[0]] = each
+    for group in groups:
+        if isinstance(group, tuple):
+            if group in first:
+                found[group] = first[group]
+            continue
+        told = simulated(group)
+        if told and told[0] == key:
+            parts = ast.literal_eval(told[2]) if told[2] else (range(len(rows[told[1]][0])),)
+            found[group] = tuple(tuple(row[i] for i in part) for row in rows[told[1]] for part in parts)
+    return mesh.size(), found
+
+
+def _rows(mesh: Mesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """The places in the mesh along some axes: one tuple per place along the others."""
+    assert mesh.mesh_dim_names is not None
+    sizes = tuple(mesh.shape)
+    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    dims = [mesh.mesh_dim_names.index(name) for name in names]
+
+    def offsets(dims: Sequence[int]) -> list[int]:
+        places = itertools.product(*[range(sizes[dim]) for dim in dims])
+        return [sum(at * strides[dim] for at, dim in zip(place, dims, strict=True)) for place in places]
+
+    along = offsets(dims)
+    starts = offsets([dim for dim in range(len(sizes)) if dim not in dims])
+    return tuple(tuple(start + offset for offset in along) for start in starts)
 
 
 def _group_along(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[str, int, tuple[int, ...]]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.fx
 from torch import Tensor
 
-from fcoll import _torch, deferred, fusing, rewrites
+from fcoll import _torch, checks, deferred, fusing, hoisting, rewrites
 from fcoll.engine import RANK
 from fcoll.errors import CommunicationError, fail
 from fcoll.invariance import COLLECTIVES, WAIT, Families, Invariance, constant, function_of_arguments, key, literal
@@ -72,6 +72,7 @@ def optimize(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     Raises:
         TypeError: something else than a GraphModule.
         CommunicationError: other ranks did not call it within the time limit of the world's store.
+        DisagreementError: under `fcoll.checked`, ranks that did not do the same.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -92,13 +93,15 @@ def optimize(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             families = agreed(digest, groups)
             if families is None:
                 reasons = ["the ranks have different graphs"]
-            elif not _functional(graph):
-                reasons = ["the graph has operations that may work in place"]
             else:
-                reasons = rewrite(graph, dist.get_world_size(), families)
+                why = hindrance(rewrites.out_of_place(graph))
+                reasons = [why] if why else rewrite(graph, dist.get_world_size(), families)
         _unmark(graph)
+        plan = Plan(digest, before, _count(graph), tuple(reasons))
+        if dist.is_initialized() and checks.wanted():
+            checks.plan(plan.reasons)
     graph_module.recompile()
-    graph_module.meta["fcoll"] = Plan(digest, before, _count(graph), tuple(reasons))
+    graph_module.meta["fcoll"] = plan
     return graph_module
 
 
@@ -153,10 +156,17 @@ def rewrite(graph: torch.fx.Graph, world: int, families: Families) -> list[str]:
                     reasons.append(reason)
                     break
         reasons += rewrites.unused(graph, _removable)
+        if done == len(reasons):
+            reasons += hoisting.hoist(graph, Invariance(graph, world, families))
     if all(map(_movable, graph.nodes)):
         reasons += fusing.fuse(graph, Invariance(graph, world, families))
     graph.lint()
     return reasons
+
+
+def hindrance(graph: torch.fx.Graph) -> str:
+    """Why a graph is left alone, whatever its groups; "" if it is not."""
+    return "" if _functional(graph) else "the graph has operations that may work in place"
 
 
 def _removable(node: torch.fx.Node) -> bool:

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from fcoll import _torch
-from fcoll.engine import RANK
+from fcoll.engine import MOVE, RANK
 from fcoll.invariance import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     BROADCAST,
     COLLECTIVES,
     REDUCE_SCATTER,
@@ -48,7 +49,7 @@ def emit(before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
 
 
 def _value(node: Node) -> Any:
-    return node.meta["val"]
+    return node.meta.get("val")
 
 
 def replace(node: Node, new: Node) -> None:
@@ -67,12 +68,12 @@ def message(node: Node, known: Invariance) -> tuple[Node, Family] | None:
     if family is None or len({len(group) for group in family}) != 1:
         return None
     users = list(node.users)
-    if len(users) != 1 or users[0].target != WAIT or not (_shown(node) and _shown(users[0]) and _shown(node.args[0])):
+    if len(users) != 1 or users[0].target != WAIT or not (shown(node) and shown(users[0]) and shown(node.args[0])):
         return None
     return users[0], family
 
 
-def _shown(node: Any) -> bool:
+def shown(node: Any) -> bool:
     """Whether the graph says what a node's value looks like, in literal sizes."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and all(type(size) is int for size in value.shape)
@@ -93,39 +94,134 @@ def waited(node: Any, target: Any, known: Invariance) -> tuple[Node, Family] | N
 def of_invariant(node: Node, known: Invariance) -> str | None:
     """A collective of a value that every member has already is computed by each for itself."""
     found = message(node, known)
-    if not found or node.target not in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST):
+    if not found or not alike(known[node.args[0]], found[1]):  # type: ignore[index]
         return None
-    wait, family = found
-    x: Any = node.args[0]
-    if not alike(known[x], family):
+    (wait, family), x = found, node.args[0]
+    new = _BY_ONESELF[node.target](node, wait, x, len(family[0]))
+    if new is None:
         return None
-    n = len(family[0])
-    if node.target == ALL_REDUCE:
-        if node.args[1] == "sum":
-            new = emit(wait, aten.mul.Tensor, x, n)
-        elif node.args[1] in ("avg", "max", "min"):
-            new = emit(wait, aten.clone.default, x)
-        else:
-            return None
-    elif node.target == ALL_GATHER:
-        new = emit(wait, aten.repeat.default, x, [n] + [1] * (x.meta["val"].ndim - 1))
-    elif node.target == REDUCE_SCATTER:
-        if node.args[1] not in ("sum", "avg"):
-            return None
-        size, *rest = x.meta["val"].shape
-        rank = emit(wait, RANK, node.args[-1])
-        if x.meta["val"].device.type != "cpu":
-            rank = emit(wait, aten._to_copy.default, rank, device=x.meta["val"].device)
-        blocks = emit(wait, aten.reshape.default, x, [n, size // n, *rest])
-        new = emit(wait, aten.index_select.default, blocks, 0, emit(wait, aten.reshape.default, rank, [1]))
-        new = emit(wait, aten.squeeze.dim, new, 0)
-        if node.args[1] == "sum":
-            new = emit(wait, aten.mul.Tensor, new, n)
-    else:
-        new = emit(wait, aten.clone.default, x)
     name = node.name
     replace(wait, new)
     return f"{name}: {x} is the same on all ranks of the group"
+
+
+def _all_reduced(node: Node, wait: Node, x: Any, n: int) -> Node | None:
+    """n times x is the sum; x the mean and the extrema."""
+    if node.args[1] == "sum":
+        return emit(wait, aten.mul.Tensor, x, n)
+    return emit(wait, aten.clone.default, x) if node.args[1] in ("avg", "max", "min") else None
+
+
+def _all_gathered(node: Node, wait: Node, x: Any, n: int) -> Node:
+    """x again and again."""
+    return emit(wait, aten.repeat.default, x, [n] + [1] * (x.meta["val"].ndim - 1))
+
+
+def _reduce_scattered(node: Node, wait: Node, x: Any, n: int) -> Node | None:
+    """The own block of n times x, or of x."""
+    if node.args[1] not in ("sum", "avg"):
+        return None
+    own = _own_block(node, wait, x, n)
+    return emit(wait, aten.mul.Tensor, own, n) if node.args[1] == "sum" else own
+
+
+def _exchanged(node: Node, wait: Node, x: Any, n: int) -> Node | None:
+    """What each has for this rank: the own block, from everyone."""
+    if not even(node):
+        return None
+    return emit(wait, aten.repeat.default, _own_block(node, wait, x, n), [n] + [1] * (x.meta["val"].ndim - 1))
+
+
+def _broadcast(node: Node, wait: Node, x: Any, n: int) -> Node:
+    """x, which is that of the root."""
+    return emit(wait, aten.clone.default, x)
+
+
+def _moved(node: Node, wait: Node, x: Any, n: int) -> Node:
+    """x where it is sent to, n times x at a root, the own block of it: and zeros elsewhere."""
+    kind, (_, *ranks) = node.args[1:]  # type: ignore[misc]
+    if kind == "scatter":
+        return emit(wait, aten.squeeze.dim, _own_block(node, wait, x, n), 0)
+    at = ranks[:1] if kind == "gather" else ranks[1::2]
+    y = emit(wait, aten.repeat.default, x, [n] + [1] * x.meta["val"].ndim) if kind == "gather" else x
+    if len(at) == n:
+        return emit(wait, aten.clone.default, y)
+    rank, value = _rank(node, wait, x), y.meta["val"]
+    zero = emit(wait, aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+    new = zero
+    for each in at:
+        new = emit(wait, aten.where.self, emit(wait, aten.eq.Scalar, rank, each), y, new)
+    return emit(wait, aten.clone.default, emit(wait, aten.expand.default, new, list(value.shape)))
+
+
+_BY_ONESELF: dict[Any, Callable[[Node, Node, Any, int], Node | None]] = {
+    ALL_REDUCE: _all_reduced,
+    ALL_GATHER: _all_gathered,
+    REDUCE_SCATTER: _reduce_scattered,
+    ALL_TO_ALL: _exchanged,
+    BROADCAST: _broadcast,
+    MOVE: _moved,
+}
+
+
+def _rank(node: Node, wait: Node, x: Any) -> Node:
+    """This rank in the group of a collective, where x is."""
+    rank, device = emit(wait, RANK, node.args[-1]), x.meta["val"].device
+    return rank if device.type == "cpu" else emit(wait, aten._to_copy.default, rank, device=device)
+
+
+def _own_block(node: Node, wait: Node, x: Any, n: int) -> Node:
+    """This rank's of the n blocks of x."""
+    size, *rest = x.meta["val"].shape
+    blocks = emit(wait, aten.reshape.default, x, [n, size // n, *rest])
+    index = emit(wait, aten.reshape.default, _rank(node, wait, x), [1])
+    return emit(wait, aten.squeeze.dim, emit(wait, aten.index_select.default, blocks, 0, index), 0)
+
+
+def even(node: Node) -> bool:
+    """Whether all blocks of an all_to_all have one size."""
+    sizes: list[Any] = [*node.args[1], *node.args[2]]  # type: ignore[misc]
+    return all(type(size) is int and size == sizes[0] for size in sizes)
+
+
+def of_partly_invariant(node: Node, known: Invariance) -> str | None:
+    """Each piece of a concatenation travels on its own; those that every member has already need not."""
+    found = message(node, known)
+    if not found or node.target not in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER):
+        return None
+    wait, family = found
+    cat: Any = node.args[0]
+    stacked = cat.target == aten.unsqueeze.default and cat.args[1] == 0
+    cat = cat.args[0] if stacked else cat
+    if not isinstance(cat, Node) or cat.target != aten.cat.default or not all(map(shown, cat.args[0])):  # type: ignore[arg-type]
+        return None
+    pieces: Any = cat.args[0]
+    ndim = cat.meta["val"].ndim
+    if any(piece.meta["val"].ndim != ndim or piece.meta["val"].dtype != cat.meta["val"].dtype for piece in pieces):
+        return None
+    axis = (cat.args[1] if len(cat.args) > 1 else 0) % ndim + stacked
+    fixed = [piece for piece in pieces if alike(known[piece], family)]
+    rest = [piece for piece in pieces if piece not in fixed]
+    if not fixed or not rest or (axis == 0 and node.target != ALL_REDUCE):
+        return None
+    if node.target != ALL_GATHER and node.args[1] not in ("sum", "avg", "max", "min"):
+        return None
+
+    def sent(x: Node) -> Node:
+        x = emit(wait, aten.unsqueeze.default, x, 0) if stacked else x
+        return emit(wait, WAIT, emit(wait, node.target, x, *node.args[1:]))
+
+    together, start, results = sent(emit(wait, aten.cat.default, rest, axis - stacked)), 0, []
+    for piece in pieces:
+        if piece in fixed:  # of_invariant comes to it
+            results.append(sent(piece))
+        else:
+            end = start + piece.meta["val"].shape[axis - stacked]
+            results.append(emit(wait, aten.slice.Tensor, together, axis, start, end))
+            start = end
+    name = node.name
+    replace(wait, emit(wait, aten.cat.default, results, axis))
+    return f"{name}: a part of {cat} is the same on all ranks of the group"
 
 
 # ---- sums and scales
@@ -147,9 +243,8 @@ def _scale(node: Node) -> bool:
     )
 
 
-def _wide(node: Node) -> bool:
+def wide(value: Any) -> bool:
     """Whether a sum may be scaled before or after: in halves it could overflow, integers would be rounded."""
-    value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dtype in (
         torch.float32,
         torch.float64,
@@ -161,7 +256,7 @@ def _wide(node: Node) -> bool:
 def unscaled(node: Node, alone: bool = False) -> tuple[Node, list[Node]]:
     """What a node is a multiple of, and the steps to it, last first. If `alone`, no step has another user."""
     steps = []
-    while _scale(node) and _wide(node) and _wide(node.args[0]) and not (alone and len(node.users) > 1):  # type: ignore[arg-type]
+    while _scale(node) and wide(_value(node)) and wide(_value(node.args[0])) and not (alone and len(node.users) > 1):  # type: ignore[arg-type]
         if node.meta["val"].dtype != node.args[0].meta["val"].dtype:  # type: ignore[union-attr]
             break
         steps.append(node)
@@ -274,12 +369,12 @@ def moved(node: Any, alone: bool = False) -> tuple[Any, list[Node]]:
 
 def _own(node: Node, known: Invariance) -> Family | None:
     """Whether a node selects, along its first axis, by the rank in a group: the groups."""
-    if node.target != aten.index_select.default or len(node.args) != 3 or node.args[1] != 0 or not _shown(node):
+    if node.target != aten.index_select.default or len(node.args) != 3 or node.args[1] != 0 or not shown(node):
         return None
     index = node.args[2]
     while isinstance(index, Node) and index.target in (aten._to_copy.default, *_MOVEMENTS):
         index = index.args[0]
-    if not isinstance(index, Node) or index.target != RANK or not _shown(node.args[0]):
+    if not isinstance(index, Node) or index.target != RANK or not shown(node.args[0]):
         return None
     family = known.families.get(key(index))
     if family is None or any(len(group) != node.args[0].meta["val"].shape[0] for group in family):  # type: ignore[union-attr]
@@ -365,12 +460,36 @@ def gathered_of_scattered(node: Node, known: Invariance) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     of_invariant,
+    of_partly_invariant,
     own_of_gathered,
     once,
     of_sum,
     own_of_reduced,
     gathered_of_scattered,
 )
+
+
+def out_of_place(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """The graph, in which no operation writes into what an elementwise one has made for it alone: the operation that
+    makes a new tensor gives the same.
+    """
+    for node in list(graph.nodes):
+        x = node.args[0] if node.op == "call_function" and node.args else None
+        if not isinstance(x, Node) or len(x.users) != 1 or not _elementwise(x.target) or not shown(node):
+            continue
+        found = _torch.out_of_place(node.target)
+        if found is not None and [each for each in node.all_input_nodes if each is x] and node.args.count(x) == 1:
+            new = emit(node, found, *node.args, **node.kwargs)
+            if new.meta["val"].dtype == node.meta["val"].dtype:
+                node.replace_all_uses_with(new)
+                graph.erase_node(node)
+            else:
+                graph.erase_node(new)
+    return graph
+
+
+def _elementwise(target: Any) -> bool:
+    return _torch.is_operator(target) and not _torch.is_mutable(target) and torch.Tag.pointwise in target.tags
 
 
 def unused(graph: torch.fx.Graph, removable: Callable[[Node], bool]) -> list[str]:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fcoll import _torch, axes, groups, marks, meshes, recorder, replication, trees
 from fcoll.bind import bind
+from fcoll.engine import SIMULATED
 from fcoll.errors import beyond_int64, check_flag, fail
 from fcoll.maps import replicated, unvarying
 from fcoll.meshes import Mesh, Shape
@@ -315,11 +316,12 @@ def _leave(shape: Shape, mesh: Any, y: Tensor, spec: Entries, whole: bool) -> Te
 
 def _marked(shape: Shape, x: Tensor, names: tuple[str, ...]) -> Tensor:
     """x, of which a graph is told that it is the same along these axes, and so is its cotangent; see `marks`."""
-    if not marks.wanted() or not names or not shape.processes or recorder.active():
+    if not marks.wanted() or not names or not (shape.processes or recorder.active()):
         return x
     if torch.compiler.is_compiling():
         x = marks.uncached(x)
-    return bind("mark", x, _along(shape, names[:1]), meshes.ranks_along(shape.key, names))
+    key = SIMULATED + shape.key if recorder.active() else shape.key
+    return bind("mark", x, _along(shape, names[:1]), meshes.ranks_along(key, names))
 
 
 def _to_placements(shape: Shape, mesh: Any, x: DTensor, spec: Entries) -> Tensor:

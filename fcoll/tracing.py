@@ -6,19 +6,20 @@ import html
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 
-from fcoll import _torch, axes, charts, meshes, recorder, trees
+from fcoll import _torch, axes, charts, forecast, meshes, recorder, trees
 from fcoll.charts import bytes_of
-from fcoll.errors import check_callable
+from fcoll.errors import check_callable, check_flag
 from fcoll.groups import PENDING, Layout
 from fcoll.meshes import Mesh
 from fcoll.primitives import PRIMITIVES
 from fcoll.svg import Picture
 
+Params = ParamSpec("Params")
 Cost = Callable[[int, float], tuple[float, float]]
 """(ranks, bytes that a rank puts in) -> (messages one after the other, bytes that the busiest rank sends)"""
 
@@ -89,10 +90,13 @@ class Trace:
 
     Attributes:
         records: one `Record` per collective.
+        optimized: what `fcoll.optimize` leaves of it, if `trace` was asked for that, else None. A record that stands
+            for several has the source of one of them.
+        reasons: why what is left out is not sent, by the numbers of the records.
     """
 
-    def __init__(self, records: list[Record]) -> None:
-        self.records = records
+    def __init__(self, records: list[Record], optimized: Trace | None = None, reasons: tuple[str, ...] = ()) -> None:
+        self.records, self.optimized, self.reasons = records, optimized, reasons
 
     def __len__(self) -> int:
         return len(self.records)
@@ -169,7 +173,11 @@ class Trace:
     def __str__(self) -> str:
         widths = [max(map(len, column)) for column in zip(*self._table(), strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in self._table()]
-        return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:], *self._summary()])
+        lines = [lines[0], "─" * max(map(len, lines)), *lines[1:], *self._summary()]
+        if self.optimized is not None:
+            why = [f"  {reason}" for reason in self.reasons]
+            lines += ["", self._heading(), "", str(self.optimized), *(["", "because", *why] if why else [])]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -179,7 +187,15 @@ class Trace:
         heads = "".join(f"<th>{cell}</th>" for cell in head)
         summary = "<br>".join(map(html.escape, self._summary()))
         picture = self.draw()._repr_html_() if 0 < len(self) <= charts.EVENTS else ""
-        return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table><p>{summary}</p>{picture}"
+        own = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table><p>{summary}</p>{picture}"
+        if self.optimized is None:
+            return own
+        why = "".join(f"<li>{html.escape(reason)}</li>" for reason in self.reasons)
+        return f"{own}<p>{html.escape(self._heading())}</p>{self.optimized._repr_html_()}<ul>{why}</ul>"
+
+    def _heading(self) -> str:
+        assert self.optimized is not None
+        return f"after fcoll.optimize, {len(self.optimized)} of {len(self)}:"
 
     def _table(self) -> list[list[str]]:
         head = ["", "collective", "axis", "ranks", "puts in", "payload", "ring", "direct", "phase", "source"]
@@ -199,7 +215,7 @@ class Trace:
         return lines or ["nothing is communicated"]
 
 
-def trace(f: Callable[..., Any], mesh: Mesh | None = None) -> Callable[..., Trace]:
+def trace(f: Callable[Params, Any], mesh: Mesh | None = None, *, optimize: bool = False) -> Callable[Params, Trace]:
     """List what a function communicates, without running it: on fake tensors, for any size of mesh.
 
     The collectives inside `fcoll.shard_map` are listed as one rank of its mesh makes them, virtual or not, those of
@@ -209,6 +225,8 @@ def trace(f: Callable[..., Any], mesh: Mesh | None = None) -> Callable[..., Trac
     Args:
         f: a function of trees of tensors.
         mesh: a VirtualMesh or DeviceMesh.
+        optimize: find also what `fcoll.optimize` would leave of it, and why: the `optimized` and `reasons` of the
+            result.
 
     Returns:
         A function of the same arguments, of which only shapes, dtypes and devices matter, that returns a `Trace`.
@@ -224,13 +242,18 @@ def trace(f: Callable[..., Any], mesh: Mesh | None = None) -> Callable[..., Trac
         [('all_reduce', 'dp', 4096, 4)]
         >>> found.totals()
         {'dp': {'collectives': 1, 'payload': 4, 'ring': 8, 'direct': 16380}}
+        >>> twice = fcoll.shard_map(lambda x: fcoll.all_reduce(x, "dp"), fcoll.virtual_mesh(dp=4096), fcoll.P())
+        >>> found = fcoll.trace(twice, optimize=True)(torch.ones(8))
+        >>> len(found), len(found.optimized), found.reasons
+        (1, 0, ('#0: what it takes is the same on all ranks of the group',))
     """
     if mesh is not None:
         meshes.shape_of("trace", mesh)  # or the error
 
     check_callable("trace", f)
+    check_flag("trace", "optimize", optimize)
 
-    def traced(*args: Any, **kwargs: Any) -> Trace:
+    def traced(*args: Params.args, **kwargs: Params.kwargs) -> Trace:
         records: list[Record] = []
         scope = meshes.named(meshes.shape_of("trace", mesh)) if mesh is not None else []
 
@@ -240,10 +263,18 @@ def trace(f: Callable[..., Any], mesh: Mesh | None = None) -> Callable[..., Trac
                 records.append(record)
 
         with _torch.fakes():
-            fake_args, fake_kwargs = trees.map_leaves(_fake, (args, kwargs))
-            with axes.bound(scope), recorder.listening(listen), torch.compiler.set_stance("force_eager"):
-                f(*fake_args, **fake_kwargs)
-        return Trace(records)
+            leaves, structure = trees.flatten(trees.map_leaves(_fake, (args, kwargs)))
+
+            def run(leaves: list[Any]) -> Any:
+                args, kwargs = trees.unflatten(structure, leaves)
+                with axes.bound(scope), recorder.listening(listen), torch.compiler.set_stance("force_eager"):
+                    return f(*args, **kwargs)
+
+            if not optimize:
+                run(leaves)
+                return Trace(records)
+            left, why = forecast.forecast(run, leaves, lambda: len(records))
+        return Trace(records, Trace([_left(records, message) for message in left]), tuple(why))
 
     return traced
 
@@ -261,13 +292,25 @@ def _record(name: str, x: Tensor, layout: Layout, source: str, backward: bool) -
     if not collective or n == 1:
         return None
     shape = tuple(x.shape[sum(at != PENDING for at in layout.at) :])
-    payload = math.prod(shape) * x.element_size()
-    ring, direct = (math.ceil(table[collective](n, payload)[1]) for table in (_RING, _DIRECT))
-    dtype = str(x.dtype).removeprefix("torch.")
     axis = layout.label.strip("()").replace("'", "").replace(" ", "")
-    return Record(
-        collective, axis, n, shape, dtype, payload, ring, direct, "backward" if backward else "forward", source
-    )
+    return _costed(collective, axis, n, shape, x.dtype, "backward" if backward else "forward", source)
+
+
+def _costed(
+    collective: str, axis: str, n: int, shape: tuple[int, ...], dtype: torch.dtype, phase: str, source: str
+) -> Record:
+    payload = math.prod(shape) * dtype.itemsize
+    ring, direct = (math.ceil(table[collective](n, payload)[1]) for table in (_RING, _DIRECT))
+    return Record(collective, axis, n, shape, str(dtype).removeprefix("torch."), payload, ring, direct, phase, source)
+
+
+def _left(records: list[Record], message: forecast.Message) -> Record:
+    """The record of a message that `fcoll.optimize` leaves or makes."""
+    before = records[message.of]
+    if not message.new:
+        return before
+    shape, dtype = tuple(message.x.shape), message.x.dtype
+    return _costed(message.collective, before.axis, before.n, shape, dtype, before.phase, before.source)
 
 
 def _seconds(

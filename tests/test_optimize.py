@@ -53,7 +53,7 @@ CASES: list[Case] = [
     ("own of sum", (P("dp"),), lambda x: mean(fcoll.split(AR(x, "dp"), "dp", 1)), 2, 2, "only the own"),
     ("again", (P("dp"),), lambda x: fcoll.all_gather(fcoll.reduce_scatter(x, "dp"), "dp"), 2, 1, "has scattered"),
     ("unused", (P("dp"),), lambda x: mean(x, 0 * x if fcoll.all_reduce(x, "dp") is None else x), 2, 1, "nothing uses"),
-    ("together", (P("dp"),), lambda x: mean(AR(x, "dp") @ AR(x.t(), "dp")), 3, 1, "travel"),
+    ("together", (P("dp"),), lambda x: mean(AR(x, "dp") @ AR(x.t().sin(), "dp")), 3, 1, "travel"),
     ("halves", (P("dp"),), lambda x: AR(x.half() / 3, "dp") * AR(x.half(), "dp"), 2, 1, "travel together"),
 ]  # fmt: skip
 
@@ -81,6 +81,84 @@ def test_each_rule(ranks: Pools) -> None:
             assert (plan.before, plan.after) == (before, after), (name, plan)
             assert reason in " ".join(plan.reasons), (name, plan)
             assert bool(plan.reasons) == bool(reason), (name, plan)
+
+
+def test_trace_foresees_it() -> None:
+    mesh = fcoll.virtual_mesh(dp=2, tp=2)
+    for name, specs, f, before, after, reason in CASES:
+        mapped: Any = fcoll.shard_map(f, mesh, specs, P(), check=False)
+        found = fcoll.trace(mapped, optimize=True)(*[draw((8, 8), seed) for seed in range(len(specs))])
+        assert found.optimized is not None
+        assert (len(found), len(found.optimized)) == (before, after), (name, found)
+        assert reason in " ".join(found.reasons), (name, found)
+        assert not fcoll.trace(mapped)(draw((8, 8))).reasons
+
+
+def test_a_trace_shows_what_is_left_and_why() -> None:
+    mapped: Any = fcoll.shard_map(network, fcoll.virtual_mesh(dp=256, tp=4), SPECS, P())
+    shapes = [(4, 8), (8, 4), (512, 4), (512, 4)]
+    found = fcoll.trace(grad(mapped, (0, 1)), optimize=True)(*[torch.empty(shape, device="meta") for shape in shapes])
+    assert found.optimized is not None
+    assert [(r.collective, r.axis, r.payload, r.phase) for r in found.optimized] == [
+        ("all_reduce", "tp", 32, "forward"),
+        ("all_reduce", "dp", 4, "forward"),
+        ("all_reduce", "dp", 64, "backward"),
+        ("all_gather", "tp", 64, "backward"),
+    ]  # the published placement
+    assert found.reasons == (
+        "#2: what it takes is the same on all ranks of the group",
+        "#3: what it takes is the same on all ranks of the group",
+        "#4, #6: travel together",
+        "#5, #7: travel together",
+    )
+    assert "after fcoll.optimize, 4 of 8:" in str(found)
+    assert str(found).endswith("because\n" + "\n".join(f"  {reason}" for reason in found.reasons))
+    assert "<li>#4, #6: travel together</li>" in found._repr_html_()
+
+
+def test_a_trace_of_other_groups_foresees_as_much() -> None:
+    mesh = fcoll.virtual_mesh(i=6)
+
+    def f(x: Tensor) -> Tensor:
+        halves = fcoll.subgroups("i", [[0, 2, 4], [1, 3, 5]])
+        y = fcoll.all_reduce(fcoll.all_reduce(x, halves), halves)  # the second is needless
+        return fcoll.shift(y, "i", 1) + fcoll.all_reduce(fcoll.gather(y, "i", 0).sum(0), "i")
+
+    found = fcoll.trace(f, mesh, optimize=True)(torch.ones(3))
+    assert found.optimized is not None
+    assert [r.collective for r in found] == ["all_reduce", "all_reduce", "permute", "gather", "all_reduce"]
+    assert [r.collective for r in found.optimized] == ["all_reduce", "permute", "gather", "all_reduce"]
+
+    two = fcoll.shard_map(lambda x: fcoll.all_reduce(x, "i"), mesh, P(), P())
+    other = fcoll.shard_map(lambda x: fcoll.all_reduce(x, "i"), fcoll.virtual_mesh(i=2), P(), P())
+    found = fcoll.trace(lambda x: two(x) + other(x), optimize=True)(torch.ones(3))
+    assert found.reasons == ("the program has groups of several meshes",)
+    empty = fcoll.trace(torch.sin, optimize=True)(torch.ones(3))
+    assert empty.optimized is not None
+    assert len(empty) == len(empty.optimized) == 0
+
+
+def plans(different: bool) -> str:
+    """What a rank is told if one of four does something else."""
+    graph = make_fx(lambda x: fcoll.all_reduce(torch.full((3,), 2.0), fcoll.WORLD) + x)(torch.ones(3))
+    with fcoll.checked(timeout=20):
+        rewrite = optimizing.rewrite
+        if different and dist.get_rank() == 2:
+            vars(optimizing)["rewrite"] = lambda *_: []
+        try:
+            fcoll.optimize(graph)
+        except fcoll.DisagreementError as error:
+            return str(error)
+        finally:
+            vars(optimizing)["rewrite"] = rewrite
+    return ""
+
+
+def test_under_check_the_plans_are_compared(ranks: Pools) -> None:
+    assert ranks(4).run(plans, False) == [""] * 4
+    for told in ranks(4).run(plans, True):
+        assert "what was done: ranks 0, 1, 3 have all_reduce: full is the same on" in told
+        assert "rank 2 has nothing" in told
 
 
 # ---- what is left alone

@@ -43,6 +43,7 @@ NAMES = [
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch.utils._python_dispatch._disable_current_modes",
+    "torch.utils._python_dispatch.TorchDispatchMode",
     "torch._inductor.config.unsafe_marked_cacheable_functions",
     "torch._library.effects.EffectType",
     "torch._ops.OpOverload",
@@ -441,3 +442,16 @@ def test_lines_are_those_of_the_program_while_it_is_traced() -> None:
     lines = {line for place in seen for file, line in place if file == __file__}
     assert f.__code__.co_firstlineno + 1 in lines
     assert _torch.traced_lines() == []
+
+
+def test_what_traces_call_is_seen_before_it_is_in_the_graph() -> None:
+    calls: list[str] = []
+    sin, cos = torch.ops.aten.sin.default, torch.ops.aten.cos.default
+
+    def f(x: Tensor) -> Tensor:
+        with _torch.observed({sin, cos}, lambda: calls.append("one")):
+            return torch.func.grad(lambda x: (x.sin() + 1).sum())(x)
+
+    with _torch.fakes():
+        graph = make_fx(f)(torch.ones(2)).graph
+    assert len(calls) == sum(node.target in (sin, cos) for node in graph.nodes) == 2

@@ -1,0 +1,110 @@
+"""What `fcoll.optimize` would leave of a program, for `fcoll.trace`: on fake tensors, for a mesh of any size.
+
+The program runs once more, into a graph, whose groups are simulated: the ranks of the mesh are the world, and all have
+this graph.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fcoll import _torch, marks, meshes, optimizing, recorder, trees
+from fcoll.invariance import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, COLLECTIVES, REDUCE_SCATTER, WAIT
+
+_PUBLIC = {
+    ALL_REDUCE: "all_reduce",
+    ALL_GATHER: "all_gather",
+    REDUCE_SCATTER: "reduce_scatter",
+    ALL_TO_ALL: "all_to_all",
+    BROADCAST: "broadcast",
+}
+
+
+class Message(NamedTuple):
+    """A collective that is left.
+
+    Attributes:
+        of: the number of the one that the program asked for, whose group and kind it has.
+        x: what a rank puts in, a fake tensor.
+        new: whether it stands for others.
+        collective: its public name.
+    """
+
+    of: int
+    x: Tensor
+    new: bool
+    collective: str
+
+
+def forecast(
+    run: Callable[[list[Any]], Any], leaves: list[Any], count: Callable[[], int]
+) -> tuple[list[Message], list[str]]:
+    """What is left of the collectives of a program, and why the others are not.
+
+    Args:
+        run: the program.
+        leaves: its arguments; the tensors are fake.
+        count: how many collectives have been called for while it runs. They are known by their numbers.
+    """
+    numbers: list[int] = []  # of the collectives of the graph; -1 for what is not part of the program
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def program(given: list[Tensor]) -> list[Tensor]:
+        filled = list(leaves)
+        for i, x in zip(tensors, given, strict=True):
+            filled[i] = x
+        with _torch.observed(COLLECTIVES, lambda: numbers.append(count() - 1 if recorder.active() else -1)):
+            out = run(filled)
+        flat = [leaf for leaf in trees.flatten(out)[0] if isinstance(leaf, Tensor)]
+        return [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in flat]
+
+    with marks.marked():
+        graph = make_fx(program)([leaves[i] for i in tensors]).graph
+    asked = dict(zip((node for node in graph.nodes if node.target in COLLECTIVES), numbers, strict=True))
+    names = {node.name: f"#{number}" for node, number in asked.items() if number >= 0}
+    others = {node.name for node in graph.nodes} - names.keys()
+    for node, number in asked.items():
+        for each in (node, *(user for user in node.users if user.target == WAIT)):
+            each.meta["fcoll"] = number  # which is handed on to what takes their place
+    with _torch.plain():
+        reasons = _rewritten(graph)
+    of_group = {node.args[-1]: number for node, number in reversed(asked.items())}
+    left = []
+    for node in graph.nodes:
+        if node.target in COLLECTIVES:
+            number = node.meta.get("fcoll", of_group[node.args[-1]])
+            if number >= 0:
+                left.append(Message(number, node.args[0].meta["val"], node not in asked, _PUBLIC.get(node.target, "")))
+    unused = sorted(set(range(count())) - set(asked.values()))
+    others |= {node.name for node in graph.nodes} - names.keys()
+    return left, [
+        *(f"#{number}: nothing uses the result" for number in unused),
+        *(_told(each, names, others) for each in reasons),
+    ]
+
+
+def _told(reason: str, names: dict[str, str], others: set[str]) -> str:
+    """A reason, with the collectives by their numbers instead of names of the graph."""
+    about, colon, text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), reason).partition(": ")
+    first, _, rest = text.partition(" ")
+    return f"{about}{colon}what it takes {rest}" if first in others else f"{about}{colon}{text}"
+
+
+def _rewritten(graph: torch.fx.Graph) -> list[str]:
+    """Optimise the graph, on a mesh that all simulated groups are of."""
+    _, groups = optimizing.spelled(graph)
+    keys = {meshes.simulated(group)[0] for group in groups if isinstance(group, str) and meshes.simulated(group)}
+    if len(keys) != 1:
+        return ["the program has groups of several meshes"] if keys else []
+    (key,) = keys
+    world, families = meshes.simulated_groups(key, groups)
+    why = optimizing.hindrance(graph)
+    return [why] if why else optimizing.rewrite(graph, world, families)
