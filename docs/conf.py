@@ -9,6 +9,7 @@ import sys
 
 HERE = pathlib.Path(__file__).parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # pictures are small
+os.environ["COLUMNS"] = "80"  # of what commands print
 sys.path.insert(0, str(HERE / "_ext"))
 
 import fcoll  # noqa: E402

@@ -16,7 +16,6 @@ import functools
 import importlib
 import inspect
 import io
-import os
 import pathlib
 import re
 import sys
@@ -227,13 +226,9 @@ def unlisted(names: list[str], text: str) -> list[str]:
 
 
 class Pattern(SphinxDirective):
-    """A module in examples/patterns: its docstring, its program, and what that sends on four ranks.
-
-    The flag `forward` leaves out what the gradient sends, where fake tensors cannot be differentiated through it.
-    """
+    """A module in examples/patterns: its docstring, its program, and what that and its gradient send on four ranks."""
 
     required_arguments = 1
-    option_spec: ClassVar[dict[str, Any]] = {"forward": directives.flag}
 
     def run(self) -> list[nodes.Node]:
         name = self.arguments[0]
@@ -246,22 +241,21 @@ class Pattern(SphinxDirective):
         text = re.split(r"^def dense", text, flags=re.MULTILINE)[0].strip("\n")
         code = nodes.literal_block(text, text, language="python")
         made = self.parse_text_to_nodes(inspect.getdoc(module) or "")
-        return [*made, code, *self.sends(module, gradient="forward" not in self.options)]
+        return [*made, code, *self.sends(module)]
 
-    def sends(self, module: Any, gradient: bool) -> list[nodes.Node]:
+    def sends(self, module: Any) -> list[nodes.Node]:
         """A table: what is sent how often, forward and backward."""
         (axis,) = {name for spec in module.SPECS.values() for name in spec.names}
         mesh = fcoll.virtual_mesh(**{axis: 4})
         mapped = fcoll.shard_map(module.program, mesh, in_specs=(module.SPECS,), out_specs=fcoll.P())
-        trace = fcoll.trace(torch.func.grad(mapped) if gradient else mapped)(module.inputs(4))
+        trace = fcoll.trace(torch.func.grad(mapped))(module.inputs(4))
         kinds = Counter((r.phase, r.collective, f"{r.dtype}{list(r.shape)}", r.ring) for r in trace.records)
         cells = [["", "collective", "each rank puts in", "and sends, in a ring", "times"]]
         cells += [
             [phase, name, what, bytes_of(ring), str(n)]
             for (phase, name, what, ring), n in sorted(kinds.items(), key=lambda kind: kind[0][0] != "forward")
         ]
-        head = "Sent with its gradient, on four ranks:" if gradient else "Sent forward, on four ranks:"
-        return [nodes.paragraph("", head, classes=["part-title"]), table(cells)]
+        return [nodes.paragraph("", "Sent with its gradient, on four ranks:"), table(cells)]
 
 
 def table(cells: list[list[str]]) -> nodes.Node:
@@ -301,15 +295,10 @@ class Trimmed(SphinxTransform):
 
 @functools.cache
 def helped(name: str) -> str:
-    """The help of a command, in 80 columns."""
-    said, columns = io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "80"
+    """The help of a command."""
+    said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         importlib.import_module(name).main(["--help"])
-    if columns is None:
-        del os.environ["COLUMNS"]
-    else:
-        os.environ["COLUMNS"] = columns
     return said.getvalue().rstrip()
 
 
