@@ -382,7 +382,7 @@ def observed(operations: Container[Any], tell: Callable[[], None]) -> Any:
                 tell()
             return func(*args, **(kwargs or {}))
 
-    return Observer()
+    return Observer()  # type: ignore[no-untyped-call]
 
 
 def mark_cacheable(names: Sequence[str], version: str) -> None:

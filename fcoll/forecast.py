@@ -1,7 +1,6 @@
 """What `fcoll.optimize` would leave of a program, for `fcoll.trace`: on fake tensors, for a mesh of any size.
 
-The program runs once more, into a graph, whose groups are simulated: the ranks of the mesh are the world, and all have
-this graph.
+The program runs into a graph whose groups are simulated: the ranks of the mesh are the world, and all have this graph.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ class Message(NamedTuple):
 
     Attributes:
         of: the number of the one that the program asked for, whose group and kind it has.
+        new: whether it stands for others. Then there is also
         x: what a rank puts in, a fake tensor.
-        new: whether it stands for others.
         collective: its public name.
     """
 
     of: int
-    x: Tensor
-    new: bool
-    collective: str
+    new: bool = False
+    x: Tensor | None = None
+    collective: str = ""
 
 
 def forecast(
@@ -77,18 +76,16 @@ def forecast(
     with _torch.plain():
         reasons = _rewritten(graph)
     of_group = {node.args[-1]: number for node, number in reversed(asked.items())}
-    left = []
+    left = [Message(number) for number in set(range(count())) - set(asked.values())]  # such as a send, which stays
     for node in graph.nodes:
-        if node.target in COLLECTIVES:
+        if node in asked:
+            left.append(Message(asked[node]))
+        elif node.target in COLLECTIVES:
             number = node.meta.get("fcoll", of_group[node.args[-1]])
-            if number >= 0:
-                left.append(Message(number, node.args[0].meta["val"], node not in asked, _PUBLIC.get(node.target, "")))
-    unused = sorted(set(range(count())) - set(asked.values()))
+            left.append(Message(number, True, node.args[0].meta["val"], _PUBLIC[node.target]))
     others |= {node.name for node in graph.nodes} - names.keys()
-    return left, [
-        *(f"#{number}: nothing uses the result" for number in unused),
-        *(_told(each, names, others) for each in reasons),
-    ]
+    left = sorted((message for message in left if message.of >= 0), key=lambda message: message.of)
+    return left, [_told(reason, names, others) for reason in reasons]
 
 
 def _told(reason: str, names: dict[str, str], others: set[str]) -> str:
@@ -101,9 +98,10 @@ def _told(reason: str, names: dict[str, str], others: set[str]) -> str:
 def _rewritten(graph: torch.fx.Graph) -> list[str]:
     """Optimise the graph, on a mesh that all simulated groups are of."""
     _, groups = optimizing.spelled(graph)
-    keys = {meshes.simulated(group)[0] for group in groups if isinstance(group, str) and meshes.simulated(group)}
+    found = [meshes.simulated(group) for group in groups if isinstance(group, str)]
+    keys = {each[0] for each in found if each}
     if len(keys) != 1:
-        return ["the program has groups of several meshes"] if keys else []
+        return [f"the program has groups of {'several meshes' if keys else 'no mesh'}"] if groups else []
     (key,) = keys
     world, families = meshes.simulated_groups(key, groups)
     why = optimizing.hindrance(graph)

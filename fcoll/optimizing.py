@@ -18,9 +18,9 @@ import torch.distributed as dist
 import torch.fx
 from torch import Tensor
 
-from fcoll import _torch, checks, deferred, fusing, hoisting, rewrites
+from fcoll import _torch, checks, deferred, fusing, hoisting, rewrites, tidying
 from fcoll.engine import RANK
-from fcoll.errors import CommunicationError, fail
+from fcoll.errors import CommunicationError, explained, fail
 from fcoll.invariance import COLLECTIVES, WAIT, Families, Invariance, constant, function_of_arguments, key, literal
 from fcoll.marks import INVARIANT
 
@@ -94,7 +94,7 @@ def optimize(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             if families is None:
                 reasons = ["the ranks have different graphs"]
             else:
-                why = hindrance(rewrites.out_of_place(graph))
+                why = hindrance(tidying.out_of_place(graph))
                 reasons = [why] if why else rewrite(graph, dist.get_world_size(), families)
         _unmark(graph)
         plan = Plan(digest, before, _count(graph), tuple(reasons))
@@ -120,7 +120,7 @@ def optimize_together(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModul
 
 
 def _marks(graph: torch.fx.Graph) -> Sequence[torch.fx.Node]:
-    return graph.find_nodes(op="call_function", target=INVARIANT)  # type: ignore[no-any-return]
+    return graph.find_nodes(op="call_function", target=INVARIANT)
 
 
 def _unmark(graph: torch.fx.Graph) -> None:
@@ -155,7 +155,7 @@ def rewrite(graph: torch.fx.Graph, world: int, families: Families) -> list[str]:
                 if reason:
                     reasons.append(reason)
                     break
-        reasons += rewrites.unused(graph, _removable)
+        reasons += tidying.unused(graph, _removable)
         if done == len(reasons):
             reasons += hoisting.hoist(graph, Invariance(graph, world, families))
     if all(map(_movable, graph.nodes)):
@@ -267,10 +267,11 @@ def agreed(digest: str, groups: Sequence[str | tuple[int, ...]]) -> Families | N
             store.set("all", json.dumps([_family(members) for members in columns] if same else None))
         families = json.loads(store.get("all"))
     except dist.DistError as error:
-        raise CommunicationError(
+        text = (
             "fcoll.optimize: not all ranks optimize this program now; they compare the graphs, so all ranks of the "
             "world have to, in the same order. fcoll.compile(..., optimize=False) does not compare"
-        ) from error
+        )
+        raise explained(CommunicationError(text), "Ranks that compile different programs") from error
     if families is None:
         return None
     return {g: tuple(map(tuple, family)) for g, family in zip(groups, families, strict=True) if family is not None}

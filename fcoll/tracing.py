@@ -309,6 +309,7 @@ def _left(records: list[Record], message: forecast.Message) -> Record:
     before = records[message.of]
     if not message.new:
         return before
+    assert message.x is not None
     shape, dtype = tuple(message.x.shape), message.x.dtype
     return _costed(message.collective, before.axis, before.n, shape, dtype, before.phase, before.source)
 

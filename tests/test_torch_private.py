@@ -450,7 +450,8 @@ def test_what_traces_call_is_seen_before_it_is_in_the_graph() -> None:
 
     def f(x: Tensor) -> Tensor:
         with _torch.observed({sin, cos}, lambda: calls.append("one")):
-            return torch.func.grad(lambda x: (x.sin() + 1).sum())(x)
+            gradient: Tensor = torch.func.grad(lambda x: (x.sin() + 1).sum())(x)
+            return gradient
 
     with _torch.fakes():
         graph = make_fx(f)(torch.ones(2)).graph
