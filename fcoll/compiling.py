@@ -105,5 +105,5 @@ _NAMES = (
 @functools.cache
 def _digest() -> str:
     """Changes with this package: a graph that an older one made must not be found."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
