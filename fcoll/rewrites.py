@@ -22,7 +22,6 @@ from fcoll.invariance import (
     ALL_REDUCE,
     ALL_TO_ALL,
     BROADCAST,
-    COLLECTIVES,
     REDUCE_SCATTER,
     WAIT,
     Family,
@@ -139,7 +138,7 @@ def _broadcast(node: Node, wait: Node, x: Any, n: int) -> Node:
 
 def _moved(node: Node, wait: Node, x: Any, n: int) -> Node:
     """x where it is sent to, n times x at a root, the own block of it: and zeros elsewhere."""
-    kind, (_, *ranks) = node.args[1:]  # type: ignore[misc]
+    kind, (_, *ranks) = node.args[1:3]  # type: ignore[misc]
     if kind == "scatter":
         return emit(wait, aten.squeeze.dim, _own_block(node, wait, x, n), 0)
     at = ranks[:1] if kind == "gather" else ranks[1::2]
@@ -467,37 +466,3 @@ RULES: tuple[Rule, ...] = (
     own_of_reduced,
     gathered_of_scattered,
 )
-
-
-def out_of_place(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """The graph, in which no operation writes into what an elementwise one has made for it alone: the operation that
-    makes a new tensor gives the same.
-    """
-    for node in list(graph.nodes):
-        x = node.args[0] if node.op == "call_function" and node.args else None
-        if not isinstance(x, Node) or len(x.users) != 1 or not _elementwise(x.target) or not shown(node):
-            continue
-        found = _torch.out_of_place(node.target)
-        if found is not None and [each for each in node.all_input_nodes if each is x] and node.args.count(x) == 1:
-            new = emit(node, found, *node.args, **node.kwargs)
-            if new.meta["val"].dtype == node.meta["val"].dtype:
-                node.replace_all_uses_with(new)
-                graph.erase_node(node)
-            else:
-                graph.erase_node(new)
-    return graph
-
-
-def _elementwise(target: Any) -> bool:
-    return _torch.is_operator(target) and not _torch.is_mutable(target) and torch.Tag.pointwise in target.tags
-
-
-def unused(graph: torch.fx.Graph, removable: Callable[[Node], bool]) -> list[str]:
-    """Erase what nothing uses, collectives too; returns these."""
-    gone = []
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and removable(node):
-            if node.target in COLLECTIVES:
-                gone.append(f"{node.name}: nothing uses it")
-            graph.erase_node(node)
-    return gone

@@ -98,6 +98,20 @@ STEPS: dict[str, Step] = {
     "permute": lambda x, y, g, k: fcoll.permute(x, g, ring(g, k)),
     "two_permutes": lambda x, y, g, k: fcoll.permute(x.tanh(), g, ring(g, k)) - fcoll.shift(y, g, 1, wrap=k % 2 == 0),
     "prefix_sum": lambda x, y, g, k: fcoll.prefix_sum(x, g),
+    "reduced_product": lambda x, y, g, k: fcoll.all_reduce(x @ y / SIZE, g),
+    "reduced_wide": lambda x, y, g, k: halves(fcoll.all_reduce(torch.cat([x - y, x.t() * (k + 1)], k % 2), g), k % 2),
+    "reduced_rows": lambda x, y, g, k: fcoll.all_reduce((x.sum(0) / SIZE).expand(SIZE, SIZE) * y.cos(), g),
+    "reduced_function": lambda x, y, g, k: fcoll.all_reduce((x.mean(1, keepdim=True) + y[k]).tanh(), g),
+    "normalised": lambda x, y, g, k: fcoll.all_reduce(torch.nn.functional.layer_norm(x, (SIZE,), y[k]), g),
+    "masked": lambda x, y, g, k: fcoll.all_reduce(torch.where(y > 0, x[k], 0.5 * y).repeat(2, 1), g)[:SIZE],
+    "partly_gathered": lambda x, y, g, k: halves(
+        torch.cat(fcoll.all_gather([x, torch.full_like(x, 0.5), y.sin()], g, k % 2), k % 2), k % 2
+    ),
+    "partly_scattered": lambda x, y, g, k: sum(
+        fcoll.reduce_scatter([blocks(z, z, g, 0) for z in (x, torch.ones_like(x), y)], g, 0)
+    ),
+    "two_exchanges": lambda x, y, g, k: fcoll.all_to_all(x, g) * fcoll.all_to_all(y.sin(), g),
+    "written": lambda x, y, g, k: fcoll.all_reduce(x.cos().mul_(k + 1), g),
     "vary": lambda x, y, g, k: fcoll.vary(x, g),
     "split": lambda x, y, g, k: fcoll.split(blocks(x, y, g, k % 2), g, k % 2),
     "by_rank": lambda x, y, g, k: x * (fcoll.axis_index(g) + 1),
