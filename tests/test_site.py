@@ -143,6 +143,7 @@ def test_names_link_to_pages_of_other_projects(site: Path) -> None:
     links = {link for page in pages(site).values() for link in page.links}
     assert "https://docs.pytorch.org/docs/stable/generated/torch.func.grad.html#torch.func.grad" in links
     assert "https://docs.jax.dev/en/latest/_autosummary/jax.lax.psum.html#jax.lax.psum" in links
+    assert "https://optree.readthedocs.io/en/latest/index.html" in links
 
 
 @pytest.mark.parametrize("project", ["optree", "torch"])

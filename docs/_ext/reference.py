@@ -107,6 +107,9 @@ class Api(SphinxDirective):
         signed = "unsigned" not in self.options and kind != "exception"
         heads = [short + text for text in signatures.signatures(thing)] if signed else [short]
         made, content = self.described(kind, heads, module)
+        if kind == "exception":
+            bases = " and ".join(f"`{base.__name__}`" for base in thing.__bases__)
+            content += self.parse_text_to_nodes(f"A kind of {bases}.")
         content += self.body(inspect.getdoc(thing) or "")
         # Pictures stand after what they show: the specification and the transpose.
         places = [i for i, node in enumerate(content) if "arguments" in node.get("classes", [])]
