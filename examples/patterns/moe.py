@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from against_dense import Values, ranks, report
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 import fcoll
 from fcoll import P
@@ -28,11 +27,11 @@ def inputs(n: int) -> Values:
     return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def program(values: Values, ep: GroupLike = "ep") -> Tensor:
+def output(values: Values, ep: GroupLike) -> Tensor:
     """One rank: route its tokens, serve those that arrive, and put the answers together."""
     x = values["x"]
     gate, chosen = (x @ values["router"]).softmax(-1).max(-1)
-    choice = one_hot(chosen, values["router"].shape[1])  # token, expert
+    choice = (chosen[:, None] == torch.arange(values["router"].shape[1])).long()  # token, expert
     place = ((choice.cumsum(0) - 1) * choice).sum(-1)  # of the token among those for its expert
     slot = (place[:, None] == torch.arange(CAPACITY)).to(x.dtype)  # all zero for a token too many
     dispatch = choice.to(x.dtype)[:, :, None] * slot[:, None, :]  # token, expert, slot
@@ -41,8 +40,12 @@ def program(values: Values, ep: GroupLike = "ep") -> Tensor:
     inbox = fcoll.all_to_all(outbox, ep, split_axis=0, concat_axis=1)  # this rank's experts, all tokens
     served = torch.tanh(inbox @ values["w1"]) @ values["w2"]
     answers = fcoll.all_to_all(served, ep, split_axis=1, concat_axis=0)
-    output = gate[:, None] * torch.einsum("tes,esd->td", dispatch, answers)
-    return fcoll.all_reduce((output - values["target"]).square().mean(), ep, "mean")
+    return gate[:, None] * torch.einsum("tes,esd->td", dispatch, answers)
+
+
+def program(values: Values, ep: GroupLike = "ep") -> Tensor:
+    """One rank: the error of its tokens, then the mean over all."""
+    return fcoll.all_reduce((output(values, ep) - values["target"]).square().mean(), ep, "mean")
 
 
 def dense(values: Values, n: int) -> Tensor:
