@@ -424,8 +424,8 @@ def test_as_text() -> None:
             "─" * 97,
             "0  all_gather  tp     8      float32[1024, 640]  2.5 MiB  17.5 MiB  17.5 MiB  forward  model.py:3",
             "1  all_reduce  dp,tp  128    float32[]           4 B      8 B       508 B     forward  model.py:4",
-            "tp: 1 collectives, payload 2.5 MiB, sent per rank 17.5 MiB (ring) or 17.5 MiB (direct)",
-            "dp,tp: 1 collectives, payload 4 B, sent per rank 8 B (ring) or 508 B (direct)",
+            "tp: 1 collective, payload 2.5 MiB, sent per rank 17.5 MiB (ring) or 17.5 MiB (direct)",
+            "dp,tp: 1 collective, payload 4 B, sent per rank 8 B (ring) or 508 B (direct)",
         )
     )
 
@@ -438,7 +438,7 @@ def test_as_html() -> None:
     assert row + "<td>128 B</td><td>forward</td><td>&lt;cell &amp; &quot;1&quot;&gt;:3</td></tr>" in page
     assert "<cell" not in page
     assert page.count("<tr>") == 3
-    assert "dp,tp: 1 collectives, payload 4 B, sent per rank 6 B (ring) or 12 B (direct)</p><svg" in page
+    assert "dp,tp: 1 collective, payload 4 B, sent per rank 6 B (ring) or 12 B (direct)</p><svg" in page
 
 
 def test_as_dicts() -> None:
