@@ -209,7 +209,8 @@ class Trace:
     def _summary(self) -> list[str]:
         lines = [
             f"{axis}: {t['collectives']} collective{'' if t['collectives'] == 1 else 's'}, "
-            f"payload {bytes_of(t['payload'])}, sent per rank {bytes_of(t['ring'])} (ring) or {bytes_of(t['direct'])} (direct)"
+            f"payload {bytes_of(t['payload'])}, "
+            f"sent per rank {bytes_of(t['ring'])} (ring) or {bytes_of(t['direct'])} (direct)"
             for axis, t in self.totals().items()
         ]
         return lines or ["nothing is communicated"]
