@@ -77,6 +77,15 @@ def test_what_a_run_leaves() -> None:
     ]
 
 
+def test_a_run_is_written_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sum.ipynb"
+    execute.write(execute.normalised(notebook("1 + 1")), path)
+    execute.main([str(path)])
+    assert capsys.readouterr().out.startswith("sum.ipynb ")
+    (cell,) = execute.read(path).cells
+    assert cell.outputs[0].data["text/plain"] == "2"
+
+
 @pytest.mark.parametrize(
     ("source", "error", "words"),
     [
