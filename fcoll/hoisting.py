@@ -9,6 +9,7 @@ taken. What is the same on all ranks anyway has its sum for nothing.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import deque
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fcoll import _torch
 from fcoll.fusing import depths, sort
 from fcoll.invariance import ALL_REDUCE, WAIT, Family, Invariance, alike
 from fcoll.marks import INVARIANT
@@ -88,29 +90,72 @@ Member = tuple[Node, Node, Family]
 """An all_reduce, its wait, its groups."""
 
 
+def hoist(graph: Graph, known: Invariance) -> list[str]:
+    """Reduce other values, where these are smaller; returns what was done."""
+    depth = depths(graph)
+    kinds: dict[Any, list[Member]] = {}
+    for node in graph.nodes:
+        found = message(node, known) if node.target == ALL_REDUCE and node.args[1] in ("sum", "avg") else None
+        if found and wide(node.meta["val"]) and not alike(known[node.args[0]], found[1]):
+            kinds.setdefault(node.args[1:], []).append((node, *found))
+    reasons = []
+    for members in kinds.values():
+        region = Region(members, known, depth)
+        for part in region.parts(members):
+            reasons += _moved(region, part, known)
+    if reasons:
+        sort(graph)
+    return reasons
+
+
 class Region:
     """The values that can be reduced instead of the arguments of some all_reduces, and how they are connected."""
 
-    def __init__(self, sinks: Iterable[Node], known: Invariance, family: Family, depth: Depth, there: Sums) -> None:
+    def __init__(self, members: list[Member], known: Invariance, depth: Depth) -> None:
+        _, _, family = members[0]
+        self.depth = depth
+        self.there: Sums = {node.args[0]: wait for node, wait, _ in members}
         self.inputs: dict[Node, list[Node]] = {}  # what varies, of values that are linear in it
-        self.sources: list[Node] = []
-        todo = list(sinks)
+        self.sources: set[Node] = set()
+        todo: list[Node] = list(self.there)
         while todo:
             node = todo.pop()
             if node in self.inputs:
                 continue
             found = linear(node, known, family)
             together = nodes([node.args[i] for i in found or ()])
-            given = [each for each in together if alike(known[each], family) or _before(node, each, there, depth)]
-            varying = [each for each in together if each not in given]
+            varying = [x for x in together if not (alike(known[x], family) or self.given(x, node))]
             # a cut at the same depth sends as many messages as before, see fusing.py
-            if found is None or any(depth.get(each) != depth[node] for each in varying):
-                self.sources.append(node)
+            if found is None or any(depth[x] != depth[node] for x in varying):
+                self.sources.add(node)
                 varying = []
             self.inputs[node] = varying
             todo += varying
 
-    def cut(self, sinks: set[Node]) -> list[Node]:
+    def given(self, x: Node, node: Node) -> bool:
+        """Whether x is reduced anyway, before a node."""
+        return x in self.there and self.depth[x] < self.depth[node]
+
+    def parts(self, members: list[Member]) -> list[list[Member]]:
+        """Those that are connected go together; what uses the sums of others comes before these."""
+        beside: dict[Node, list[Node]] = {node: list(inputs) for node, inputs in self.inputs.items()}
+        for node, inputs in self.inputs.items():
+            for x in inputs:
+                beside[x].append(node)
+        part: dict[Any, int] = {}
+        for number, start in enumerate(self.inputs):
+            todo = [start]
+            while todo:
+                node = todo.pop()
+                if node not in part:
+                    part[node] = number
+                    todo += beside[node]
+        found: dict[int, list[Member]] = {}
+        for member in members:
+            found.setdefault(part[member[0].args[0]], []).append(member)
+        return sorted(found.values(), key=lambda part: -self.depth[part[0][0]])
+
+    def cut(self, sinks: Iterable[Node]) -> list[Node]:
         """Of the sets of values that separate sources from sinks, the one of the fewest bytes, next to the sinks."""
         # vertices are split: (node, 0) → (node, 1) has the capacity of the node, all else is unlimited
         left: dict[Any, dict[Any, float]] = {"from": {}, "to": {}}
@@ -119,34 +164,35 @@ class Region:
             left.setdefault(a, {})[b] = capacity
             left.setdefault(b, {}).setdefault(a, 0)
 
-        for node, inputs in self.inputs.items():
+        above: dict[Node, None] = {}
+        todo = list(sinks)
+        for node in todo:
+            edge((node, 1), "to", math.inf)
+        while todo:
+            node = todo.pop()
+            if node in above:
+                continue
+            above[node] = None
             edge((node, 0), (node, 1), size(node))
-            for each in inputs:
-                edge((each, 1), (node, 0), float("inf"))
-        for node in self.sources:
-            edge("from", (node, 0), float("inf"))
-        for node in self.inputs:
-            if node in sinks:
-                edge((node, 1), "to", float("inf"))
+            if node in self.sources:
+                edge("from", (node, 0), math.inf)
+            for x in self.inputs[node]:
+                edge((x, 1), (node, 0), math.inf)
+                todo.append(x)
         while path := _path(left):
             amount = min(left[a][b] for a, b in path)
             for a, b in path:
                 left[a][b] -= amount
                 left[b][a] += amount
         behind = {"to"}
-        todo: deque[Any] = deque(behind)
-        while todo:
-            b = todo.popleft()
+        waiting: deque[Any] = deque(behind)
+        while waiting:
+            b = waiting.popleft()
             for a in left[b]:
                 if a not in behind and left[a][b] > 0:
                     behind.add(a)
-                    todo.append(a)
-        return [node for node in self.inputs if (node, 1) in behind and (node, 0) not in behind]
-
-
-def _before(node: Node, x: Node, there: Sums, depth: Depth) -> bool:
-    """Whether x is reduced anyway, before node."""
-    return x in there and depth[x] < depth[node]
+                    waiting.append(a)
+        return [node for node in above if (node, 1) in behind and (node, 0) not in behind]
 
 
 def _path(left: dict[Any, dict[Any, float]]) -> list[tuple[Any, Any]]:
@@ -169,52 +215,16 @@ def _path(left: dict[Any, dict[Any, float]]) -> list[tuple[Any, Any]]:
 def size(node: Node) -> float:
     """In bytes; what cannot be a message is larger than all that can."""
     value = node.meta["val"]
-    return float(value.nbytes) if shown(node) and wide(value) else float("inf")
+    return float(value.nbytes) if shown(node) and wide(value) else math.inf
 
 
-def hoist(graph: Graph, known: Invariance) -> list[str]:
-    """Reduce other values, where these are smaller; returns what was done."""
-    depth = depths(graph)
-    kinds: dict[Any, list[Member]] = {}
-    for node in graph.nodes:
-        found = message(node, known) if node.target == ALL_REDUCE and node.args[1] in ("sum", "avg") else None
-        if found and wide(node.meta["val"]) and not alike(known[node.args[0]], found[1]):
-            kinds.setdefault(node.args[1:], []).append((node, *found))
-    reasons = []
-    for members in kinds.values():
-        there: Sums = {node.args[0]: wait for node, wait, _ in members}
-        for part in _connected(members, known, depth, there):
-            reasons += _moved(part, known, depth, there)
-    if reasons:
-        sort(graph)
-    return reasons
-
-
-def _connected(members: list[Member], known: Invariance, depth: Depth, there: Sums) -> list[list[Member]]:
-    """Those whose regions overlap go together; what uses the sums of others comes before these."""
-    parts: list[tuple[set[Node], list[Member]]] = []
-    for member in members:
-        node, _, family = member
-        region = set(Region(node.all_input_nodes, known, family, depth, there).inputs)
-        together = [member]
-        for other in [part for part in parts if part[0] & region]:
-            parts.remove(other)
-            region |= other[0]
-            together = other[1] + together
-        parts.append((region, together))
-    return [part for _, part in sorted(parts, key=lambda part: -depth[part[1][0][0]])]
-
-
-def _moved(members: list[Member], known: Invariance, depth: Depth, there: Sums) -> list[str]:
-    first, _, family = members[0]
+def _moved(region: Region, members: list[Member], known: Invariance) -> list[str]:
+    (first, before, family), op = members[0], members[0][0].args[1]
     sinks: dict[Any, None] = dict.fromkeys(node.args[0] for node, _, _ in members)
-    if not all(x in depth for x in sinks):  # made just now: next time
-        return []
-    region = Region(sinks, known, family, depth, there)
-    cut = region.cut(set(sinks))
+    cut = region.cut(sinks)
     if len(cut) > len(sinks) or sum(map(size, cut)) >= sum(map(size, sinks)):
         return []
-    names, before = ", ".join(node.name for node, _, _ in members), members[0][1]
+    names = ", ".join(node.name for node, _, _ in members)
     sums: Sums = {x: emit(before, WAIT, emit(before, ALL_REDUCE, x, *first.args[1:])) for x in cut}
     needed, todo = set(), list(sinks)
     while todo:
@@ -222,21 +232,21 @@ def _moved(members: list[Member], known: Invariance, depth: Depth, there: Sums) 
         if node not in sums and node not in needed:
             needed.add(node)
             todo += region.inputs[node]
-
-    def total(x: Node) -> Node:
-        if x in there and x not in sinks:
-            return there[x]
-        return emit(before, aten.mul.Tensor, x, len(family[0])) if first.args[1] == "sum" else x
-
-    for node in [node for node in depth if node in needed]:  # in order
+    for node in [node for node in region.depth if node in needed]:  # in order
         places = linear(node, known, family) or ()
-        for each in nodes([node.args[i] for i in places]):
-            if each not in sums:
-                sums[each] = total(each)
+        for x in nodes([node.args[i] for i in places]):
+            if x not in sums and region.given(x, node):
+                sums[x] = region.there[x]
+            elif x not in sums:  # the same on all ranks
+                sums[x] = emit(before, aten.mul.Tensor, x, len(family[0])) if op == "sum" else x
         args = [torch.fx.map_arg(arg, sums.__getitem__) if i in places else arg for i, arg in enumerate(node.args)]
         sums[node] = sums[args[0]] if node.target == INVARIANT else emit(before, node.target, *args, **node.kwargs)
+    own: set[Node] = set()  # results, which share no memory
     for node, wait, _ in members:
-        wait.replace_all_uses_with(sums[node.args[0]])
+        y = sums[node.args[0]]
+        y = emit(before, aten.clone.default, y) if y in own or _torch.is_view(y.target) else y
+        own.add(y)
+        wait.replace_all_uses_with(y)
         wait.graph.erase_node(wait)
         node.graph.erase_node(node)
     return [f"{names}: reduces {', '.join(node.name for node in cut)} instead, which is smaller"]

@@ -17,7 +17,7 @@ from common import Pools
 from torch import Tensor
 
 import fcoll
-from fcoll import P, fusing, invariance, optimizing, rewrites
+from fcoll import P, deferred, fusing, hoisting, invariance, optimizing, rewrites
 
 COUNT = 18
 
@@ -116,7 +116,79 @@ def pieces_exchanged() -> Any:
     return fusing, "emit", wrong
 
 
-CUT = (P("dp"), P("dp"), P())
+def function_of_sum() -> Any:
+    return hoisting, "_FIRST", hoisting._FIRST | {torch.ops.aten.tanh.default}
+
+
+def coefficients_alike() -> Any:
+    linear = hoisting.linear
+    return (
+        hoisting,
+        "linear",
+        lambda node, known, family: [0] if node.target == torch.ops.aten.mul.Tensor else linear(node, known, family),
+    )
+
+
+def count_forgotten() -> Any:
+    emit = hoisting.emit
+    mul, clone = torch.ops.aten.mul.Tensor, torch.ops.aten.clone.default
+    return (
+        hoisting,
+        "emit",
+        lambda before, target, x, *args, **kwargs: (
+            emit(before, clone, x) if target == mul and args == (2,) else emit(before, target, x, *args, **kwargs)
+        ),
+    )
+
+
+def pieces_confused() -> Any:
+    emit = rewrites.emit
+
+    def wrong(before: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if target == torch.ops.aten.slice.Tensor:  # always the first piece
+            args = (args[0], args[1], 0, args[3] - args[2])
+        return emit(before, target, *args, **kwargs)
+
+    return rewrites, "emit", wrong
+
+
+def first_block_is_the_own() -> Any:
+    emit = rewrites.emit
+    return (
+        rewrites,
+        "_own_block",
+        lambda node, wait, x, n: emit(wait, torch.ops.aten.slice.Tensor, x, 0, 0, x.meta["val"].shape[0] // n),
+    )
+
+
+def source_ignored() -> Any:
+    return invariance, "received", lambda x, family, source: (0,) * len(x)
+
+
+def root_ignored() -> Any:
+    emit = rewrites.emit
+    where, clone = torch.ops.aten.where.self, torch.ops.aten.clone.default
+    return (
+        rewrites,
+        "emit",
+        lambda before, target, *args, **kwargs: (
+            emit(before, clone, args[1]) if target == where else emit(before, target, *args, **kwargs)
+        ),
+    )
+
+
+def sent_backwards() -> Any:
+    moving = deferred.moving
+    return (
+        deferred,
+        "moving",
+        lambda x, kind, places, group: moving(
+            x, kind, [places[0], *places[:0:-1]] if kind == "permute" else places, group
+        ),
+    )
+
+
+CUT, BOTH = (P("dp"), P("dp"), P()), ("dp", "tp")
 FAULTS: list[tuple[Fault, drawn.Program]] = [
     (everything_alike, drawn.Program(CUT, (("all_reduce", 0, 0, "dp", 0),), (3,), 0, True)),
     (same_everywhere, drawn.Program(CUT, (("by_rank", 2, 2, "tp", 0), ("all_reduce", 3, 3, "tp", 0)), (4,), 0, True)),
@@ -125,6 +197,17 @@ FAULTS: list[tuple[Fault, drawn.Program]] = [
     (scales_ignored, drawn.Program(CUT, (("same_reduction", 0, 0, "dp", 1),), (3,), 0, True)),
     (any_slice_is_the_own, drawn.Program(CUT, (("other_of_gathered", 0, 0, "dp", 0),), (3,), 0, True)),
     (pieces_exchanged, drawn.Program(CUT, (("product", 0, 1, "dp", 0),), (3,), 1, True)),
+    (function_of_sum, drawn.Program(CUT, (("reduced_function", 0, 2, "dp", 0),), (3,), 0, True)),
+    (coefficients_alike, drawn.Program(CUT, (("reduced_rows", 0, 1, "dp", 0),), (3,), 0, True)),
+    (count_forgotten, drawn.Program(CUT, (("reduced_wide", 0, 2, "dp", 2),), (3,), 0, True)),
+    (pieces_confused, drawn.Program(CUT, (("partly_gathered", 0, 1, "dp", 0),), (3,), 0, True)),
+    (first_block_is_the_own, drawn.Program(CUT, (("all_to_all", 2, 2, "dp", 1),), (3,), 0, True)),
+    (source_ignored, drawn.Program(CUT, (("permute", 0, 0, "dp", 0), ("all_reduce", 3, 3, "dp", 0)), (4,), 0, True)),
+    (root_ignored, drawn.Program(CUT, (("gather_at_root", 2, 2, "dp", 0), ("by_rank", 3, 3, "dp", 0)), (4,), 0, True)),
+    (
+        sent_backwards,
+        drawn.Program(CUT, (("permute", 0, 0, ("dp", "tp"), 1), ("by_rank", 3, 3, "dp", 0)), (4,), 0, True),
+    ),
 ]
 """And a program that shows it."""
 
@@ -163,7 +246,7 @@ def test_wrong_rules_are_caught(ranks: Pools) -> None:
 
 @pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "local"])
 def test_programs_are_of_all_kinds(mapped: bool) -> None:
-    programs = [program for program in drawn.drawn(200) if program.mapped == mapped]
+    programs = [program for program in drawn.drawn(500) if program.mapped == mapped]
     assert {program.order for program in programs} == {0, 1, 2}
     used = {name for program in programs for name, *_ in program.steps}
     assert not mapped or used >= set(drawn.STEPS)
