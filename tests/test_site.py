@@ -103,6 +103,11 @@ def test_sections_of_docstrings_are_recognised(site: Path) -> None:
     assert text.count('<p class="part-title">Arguments</p>') >= 6
 
 
+def test_code_is_highlighted(site: Path) -> None:
+    """Sphinx has another element for blocks that it leaves plain, since they are not as they were written."""
+    assert not [path.name for path in pages(site) if '<pre class="literal-block">' in path.read_text(encoding="utf-8")]
+
+
 def test_every_collective_is_drawn(site: Path) -> None:
     """In its own entry, and backward where it has a derivative."""
     entries: dict[str, str] = {}

@@ -294,6 +294,7 @@ class Trimmed(SphinxTransform):
             text = block.astext()
             if text.endswith("\n") and len(block) == 1:
                 block[0] = nodes.Text(text.rstrip("\n"))
+                block.rawsource = block.astext()  # Sphinx highlights only what is as it was written
 
 
 @functools.cache
