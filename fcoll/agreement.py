@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fcoll import _torch
-from fcoll.errors import CommunicationError, DisagreementError
+from fcoll.errors import CommunicationError, DisagreementError, explained
 
 Facts = dict[str, str]
 """What a call is, in words, by what is compared."""
@@ -114,12 +114,13 @@ class _Channel:
                 verdict = self._agreed(call, site, describe)
                 connections.append(connection)
             except dist.DistNetworkError as error:
-                raise CommunicationError(
+                text = (
                     f"{site}: the store of torch.distributed, by which the ranks of {self.label} compare their calls, "
                     "has gone; the process that holds it, often rank 0, has ended"
-                ) from error
+                )
+                raise explained(CommunicationError(text), "A rank that has died, is stuck or is late") from error
         if verdict != SAME:
-            raise DisagreementError(verdict)
+            raise explained(DisagreementError(verdict), "Ranks that disagree")
 
     def _agreed(self, call: _Call, site: Site, describe: Callable[[], Facts]) -> str:
         """SAME, or what is wrong."""

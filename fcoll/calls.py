@@ -168,8 +168,8 @@ class Call(Generic[Tree]):
         result: Tree = results[0] if self.spec is None else trees.unflatten(self.spec, results)
         return result
 
-    def fail(self, i: int, kind: str, template: str, *details: object) -> NoReturn:
-        fail(kind, "{}: {} " + template, self.function, trees.path(self.tree, i), *details)
+    def fail(self, i: int, kind: str, template: str, *details: object, about: str = "") -> NoReturn:
+        fail(kind, "{}: {} " + template, self.function, trees.path(self.tree, i), *details, about=about)
 
     def _number(self, i: int, leaf: Any) -> Tensor:
         if isinstance(leaf, (bool, int, float, complex)):
@@ -204,19 +204,20 @@ class Call(Generic[Tree]):
         if tiled and size % n:
             self.fail(
                 i, "value", "has shape {}: size {} along {}={} is not a multiple of the {} ranks of {}; pad it",
-                leaf.shape, size, name, axis, n, self.axis.label,
+                leaf.shape, size, name, axis, n, self.axis.label, about="A size that the ranks do not divide",
             )  # fmt: skip
         if not tiled and size != n:
             self.fail(
                 i, "value",
                 "has shape {}: size {} along {}={} must be {}, the number of ranks of {}; or use tiled=True",
-                leaf.shape, size, name, axis, n, self.axis.label,
+                leaf.shape, size, name, axis, n, self.axis.label, about="A size that the ranks do not divide",
             )  # fmt: skip
         return axis
 
     def _even(self) -> None:
         if not self.axis.even:
-            fail("value", "{}: the subgroups of {} have different sizes", self.function, self.axis.label)
+            text = "{}: the subgroups of {} have different sizes"
+            fail("value", text, self.function, self.axis.label, about="Subgroups of different sizes")
 
     def check_op(self, op: str, among: Sequence[str] = tuple(RECORDS)) -> None:
         """The operation exists, and for every leaf's dtype."""
@@ -230,19 +231,21 @@ class Call(Generic[Tree]):
             self.leaves = [leaf if leaf.dtype == torch.bool else leaf != 0 for leaf in self.leaves]
             return
         seen = None
+        about = "A dtype that the operation is not defined for"
         for i, leaf in enumerate(self.leaves):
             dtype = leaf.dtype
             if dtype is seen:  # as that of the leaf before
                 continue
             seen = dtype
             if dtype == torch.bool and op in ("sum", "mean", "prod"):
-                self.fail(i, "type", "is bool, which has no {}; use any or all, or convert it", op)
+                self.fail(i, "type", "is bool, which has no {}; use any or all, or convert it", op, about=about)
             elif op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-                self.fail(i, "type", "is {}, which has no mean; convert it to a floating dtype", str(dtype))
+                text = "is {}, which has no mean; convert it to a floating dtype"
+                self.fail(i, "type", text, str(dtype), about=about)
             elif op in ("max", "min") and dtype.is_complex:
-                self.fail(i, "type", "is {}, which has no order and so no {}", str(dtype), op)
+                self.fail(i, "type", "is {}, which has no order and so no {}", str(dtype), op, about=about)
             elif dtype in _ONLY_MOVED:
-                self.fail(i, "type", "is {}, which torch can move but not reduce; convert it", str(dtype))
+                self.fail(i, "type", "is {}, which torch can move but not reduce; convert it", str(dtype), about=about)
 
     def bucket_size(self, size: int) -> int:
         """How large a message of several leaves may be, in bytes."""

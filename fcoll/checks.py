@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fcoll import _torch, agreement, buckets, recorder
 from fcoll.agreement import GRADIENT, Facts, Site
-from fcoll.errors import CommunicationError, fail
+from fcoll.errors import CommunicationError, explained, fail
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -303,7 +303,8 @@ def explain(error: RuntimeError, name: str, x: Tensor, layout: Any) -> None:
         return
     phase = f"the backward pass of {recorder.backward_of()} at " if recorder.backward() else ""
     reason = re.sub(r"^\[\S*\] ", "", str(error))  # without the backend's own file and line
-    raise CommunicationError(
+    text = (
         f"{name} over {layout.label} of {layout.sizes[0]} ranks, in {phase}{recorder.source()}, failed: {reason}. "
         "A rank has died, is stuck, or makes other calls than the others; fcoll.checked() tells which"
-    ) from error
+    )
+    raise explained(CommunicationError(text), "A rank that has died, is stuck or is late") from error

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fcoll import _torch
 from fcoll.engine import Process
-from fcoll.errors import DisagreementError
+from fcoll.errors import DisagreementError, explained
 from fcoll.wire import movable
 
 
@@ -93,6 +93,5 @@ def _compare(
     said = bytes(theirs.tolist()).decode().rstrip()
     if said != mine:
         way, other = ("to", "receives") if function == "send" else ("from", "sends")
-        raise DisagreementError(
-            f"{function} {way} rank {peer} of the group: this rank's is {mine}, that one {other} {said}"
-        )
+        text = f"{function} {way} rank {peer} of the group: this rank's is {mine}, that one {other} {said}"
+        raise explained(DisagreementError(text), "Ranks that disagree")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -34,6 +34,18 @@ class CommunicationError(FcollError, RuntimeError):
     """The backend could not complete a collective: a rank has died, is stuck, or makes other calls."""
 
 
+PAGE = "docs/errors.md"
+"""Where errors are explained. Each that has a section there names it in a note, which is shown below the message."""
+
+Raised = TypeVar("Raised", bound=Exception)
+
+
+def explained(error: Raised, about: str) -> Raised:
+    """`error`, which then names the section of `PAGE` that is about it."""
+    error.add_note(f'see {PAGE}, "{about}"')
+    return error
+
+
 _KINDS: dict[str, type[FcollError]] = {
     "value": CollectiveValueError,
     "type": CollectiveTypeError,
@@ -42,15 +54,16 @@ _KINDS: dict[str, type[FcollError]] = {
 
 
 @_torch.allow_in_graph  # so that it runs, and raises, while Dynamo traces its caller
-def fail(kind: str, template: str, *details: object) -> NoReturn:
+def fail(kind: str, template: str, *details: object, about: str = "") -> NoReturn:
     """Raise the error of this `kind` ("value", "type" or "name"), with `details` put into the braces of `template`.
 
-    Details may be sizes that are symbols in a compiled function, which is why the caller does not format them.
+    Details may be sizes that are symbols in a compiled function, which is why the caller does not format them. `about`
+    is the section of `PAGE` that explains the error, if there is one.
     """
-    error = _KINDS[kind](template.format(*map(_concrete, details)))
+    error: Exception = _KINDS[kind](template.format(*map(_concrete, details)))
     if torch.compiler.is_compiling():
-        raise _torch.traced_error(type(error))(str(error))
-    raise error
+        error = _torch.traced_error(type(error))(str(error))
+    raise explained(error, about) if about else error
 
 
 def beyond_int64(value: object) -> bool:

@@ -502,5 +502,6 @@ def axis_size(group: GroupLike) -> int:
     """
     axis = groups.resolve("axis_size", group)
     if not axis.even:
-        fail("value", "axis_size: the subgroups of {} have different sizes", axis.label)
+        text = "axis_size: the subgroups of {} have different sizes"
+        fail("value", text, axis.label, about="Subgroups of different sizes")
     return axis.n

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -163,7 +163,8 @@ def _resolved(function: str, group: Any) -> Axis:
         group = _torch.world()
     name, n, order, problem = _process(group)
     if problem:
-        fail(problem[0], "{}: {}", function, problem[1])
+        about = "No process group yet" if problem[1] == _NO_WORLD else ""
+        fail(problem[0], "{}: {}", function, problem[1], about=about)
     return _of_process(Process(name, n, order), f"process group {name!r}")
 
 
@@ -244,7 +245,7 @@ def group(ranks: Sequence[int]) -> Group:
     if len(set(listed)) != len(listed):
         fail("value", "group: ranks must be distinct, got {}", str(listed))
     if not dist.is_initialized():
-        fail("value", "group: {}", _NO_WORLD)
+        fail("value", "group: {}", _NO_WORLD, about="No process group yet")
     world = dist.get_world_size()
     if not listed or not all(0 <= rank < world for rank in listed):
         fail("value", "group: ranks must be among 0 to {}, at least one, got {}", world - 1, str(listed))
@@ -320,7 +321,8 @@ def _named(function: str, names: tuple[Any, ...]) -> Axis:
         axis = axes.find(name)
         if axis is None:
             bound = f"bound here: {axes.names()}" if axes.names() else "call it inside fcoll.vmap(..., axis_name=...)"
-            fail("name", "{}: axis name {!r} is not bound; {}", function, name, bound)
+            about = "An axis name that is not bound"
+            fail("name", "{}: axis name {!r} is not bound; {}", function, name, bound, about=about)
         found = (*found, axis)
     if len(set(names)) != len(names):
         fail("value", "{}: axis names must be distinct, got {}", function, label)
@@ -329,14 +331,19 @@ def _named(function: str, names: tuple[Any, ...]) -> Axis:
     if found and found[0].mesh:
         mesh = found[0].mesh
         if not all(axis.mesh == mesh for axis in found):
-            fail("value", "{}: the names {} are not axes of one mesh; call it once for each", function, label)
+            _not_of_one_mesh(function, label)
         if recorder.active():
             mesh = SIMULATED + mesh.removeprefix(SIMULATED)
         return _of_process(Process(*meshes.process_along(mesh, names)), label, outside)
     if len(tokens) != len(found):
-        fail("value", "{}: the names {} are not axes of one mesh; call it once for each", function, label)
+        _not_of_one_mesh(function, label)
     sizes = tuple(axis.n for axis in found)
     return Axis(Layout(sizes, (PENDING,) * len(names), "", (), (), outside, label), tokens)
+
+
+def _not_of_one_mesh(function: str, label: str) -> NoReturn:
+    text = "{}: the names {} are not axes of one mesh; call it once for each"
+    fail("value", text, function, label, about="Names that are not axes of one mesh")
 
 
 def _of_process(process: Process, label: str, outside: int = -1) -> Axis:

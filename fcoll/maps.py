@@ -178,7 +178,7 @@ def unvarying(value: torch.Tensor) -> bool:
 def replicated(value: torch.Tensor, template: str, *details: str) -> torch.Tensor:
     """`value`, or the error if it varies over the innermost vmap's axis."""
     if _torch.batched(value):
-        fail("value", template, *details)
+        fail("value", template, *details, about="A result that is called replicated, and varies")
     return value
 
 

@@ -160,7 +160,7 @@ class _Exchange:
             fail("type", text, function, call.axis.label)
         if _torch.transforming() or recorder.active():
             text = "{}: it needs values, which transforms, compilers and traces do not have; call it outside of them"
-            fail("value", text, function)
+            fail("value", text, function, about="Values inside transforms and compiled code")
         process = groups.process_of(call.axis.layout)
         self.function, self.group, self.every = function, group, every
         self.n, self.here = process.n, process.here()

@@ -152,7 +152,8 @@ def wait(pending: Pending[Tree]) -> Tree:
     if not isinstance(pending, Pending):
         fail("type", "wait: pending is what fcoll.start returned, got {}", type(pending).__name__)
     if pending._traced != torch.compiler.is_compiling():
-        fail("value", "wait: start and wait must both be inside, or both outside, of a compiled function")
+        text = "wait: start and wait must both be inside, or both outside, of a compiled function"
+        fail("value", text, about="Values inside transforms and compiled code")
     if not pending._result:
         arrived = [passage.end(x, way) for x, way in zip(pending._tensors, pending._passages, strict=True)]
         pending._result.append(pending._finish(arrived))

@@ -156,8 +156,8 @@ class _Leaf(NamedTuple):
     tree: Any
     place: int
 
-    def fail(self, kind: str, template: str, *details: object) -> None:
-        fail(kind, "shard_map: {} " + template, trees.path(self.tree, self.place, self.what), *details)
+    def fail(self, kind: str, template: str, *details: object, about: str = "") -> None:
+        fail(kind, "shard_map: {} " + template, trees.path(self.tree, self.place, self.what), *details, about=about)
 
 
 def _call(job: _Job, mesh: Mesh, label: str, args: tuple[Any, ...]) -> Any:
@@ -392,8 +392,8 @@ def _refuse_captured(where: str) -> NoReturn:
         "value",
         "shard_map: {} depends on a tensor that f closes over and that needs a gradient, of which each process would "
         "get its own part only; pass it as an argument, with the spec P() if it is the same on all ranks",
-        where,
-    )
+        where, about="A tensor that a mapped function closes over",
+    )  # fmt: skip
 
 
 def _refuse_tracked(f: Any) -> None:
@@ -453,15 +453,17 @@ def _checked(shape: Shape, leaf: _Leaf, value: Any, spec: Entries) -> Tensor:
             leaf.fail(
                 "value", "has shape {}: size {} of axis {} is not a multiple of {}, the size of mesh {}; pad it",
                 x.shape, x.shape[axis], axis, n, f"axis {names[0]!r}" if len(names) == 1 else f"axes {names}",
+                about="A size that the ranks do not divide",
             )  # fmt: skip
     if isinstance(x, DTensor):
         if not shape.processes:
-            leaf.fail("type", "is a DTensor, and the mesh is virtual; pass x.full_tensor()")
+            leaf.fail("type", "is a DTensor, and the mesh is virtual; pass x.full_tensor()", about="A DTensor in a map")
         if not meshes.same(shape.key, x.device_mesh):
-            leaf.fail("value", "is a DTensor on another mesh; redistribute it, or pass x.full_tensor()")
+            text = "is a DTensor on another mesh; redistribute it, or pass x.full_tensor()"
+            leaf.fail("value", text, about="A DTensor in a map")
     elif not torch.compiler.is_compiling() and _torch.hides_dtensor(x):
         leaf.fail("type", "is a DTensor inside a torch.func transform, which torch cannot take apart; pass plain "
-                  "global tensors there, or differentiate with .backward()")  # fmt: skip
+                  "global tensors there, or differentiate with .backward()", about="A DTensor in a map")  # fmt: skip
     return x
 
 
