@@ -244,7 +244,7 @@ def _moved(region: Region, members: list[Member], known: Invariance) -> list[str
     own: set[Node] = set()  # results, which share no memory
     for node, wait, _ in members:
         y = sums[node.args[0]]
-        y = emit(before, aten.clone.default, y) if y in own or _torch.is_view(y.target) else y
+        y = emit(wait, aten.clone.default, y) if y in own or _torch.is_view(y.target) else y
         own.add(y)
         wait.replace_all_uses_with(y)
         wait.graph.erase_node(wait)

@@ -111,6 +111,7 @@ STEPS: dict[str, Step] = {
         fcoll.reduce_scatter([blocks(z, z, g, 0) for z in (x, torch.ones_like(x), y)], g, 0)
     ),
     "two_exchanges": lambda x, y, g, k: fcoll.all_to_all(x, g) * fcoll.all_to_all(y.sin(), g),
+    "residual": lambda x, y, g, k: x + fcoll.all_reduce(torch.nn.functional.layer_norm(x, (SIZE,), x[k]) @ y, g) / SIZE,
     "written": lambda x, y, g, k: fcoll.all_reduce(x.cos().mul_(k + 1), g),
     "vary": lambda x, y, g, k: fcoll.vary(x, g),
     "split": lambda x, y, g, k: fcoll.split(blocks(x, y, g, k % 2), g, k % 2),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from common import Pools
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fcoll
 from fcoll import P, deferred, fusing, hoisting, invariance, optimizing, rewrites
@@ -242,6 +243,21 @@ def test_wrong_rules_are_caught(ranks: Pools) -> None:
     for i, (fault, _) in enumerate(FAULTS):
         assert any(result[i][0] for result in results), f"nobody notices {fault.__name__}"
         assert not any(result[i][1] for result in results)
+
+
+def two_of_one_sum() -> list[Tensor]:
+    x = torch.arange(4.0).view(2, 2)
+    group = fcoll.WORLD
+    graph = make_fx(lambda x: (fcoll.all_reduce(x, group), fcoll.all_reduce(x.t(), group)))(x)
+    first, second = fcoll.optimize(graph)(x)
+    assert graph.meta["fcoll"].after == 1
+    first.add_(100)
+    return [second]
+
+
+def test_results_that_come_of_one_message_share_no_memory(ranks: Pools) -> None:
+    for (second,) in ranks(2).run(two_of_one_sum):
+        assert second.tolist() == [[0, 4], [2, 6]]
 
 
 @pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "local"])
