@@ -67,10 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
     results: dict[str, list[Row]] = {}
     failed = []
     report: dict[str, Any] = {"machine": machine(), "quick": options.quick, "rounds": settings.rounds, "topics": {}}
-    for topic in options.only or TOPICS:
+    topics = list(options.only or TOPICS)
+    for number, topic in enumerate(topics, start=1):
         start = time.monotonic()
         try:
-            with console.status(f"measuring: {topic}"):
+            with console.status(f"measuring {topic}, {number} of {len(topics)}"):  # on terminals only
                 results[topic] = importlib.import_module(f"benchmarks.{topic}").rows(settings)
         except Exception:
             failed.append(topic)

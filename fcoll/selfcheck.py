@@ -354,7 +354,8 @@ def _progress(names: list[str], place: Place) -> Iterator[str]:
         return
     from rich.console import Console
 
-    yield from track(names, description="checking", console=Console(stderr=True), transient=True)
+    quiet = not sys.stderr.isatty()
+    yield from track(names, description="checking", console=Console(stderr=True), transient=True, disable=quiet)
 
 
 if __name__ == "__main__":

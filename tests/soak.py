@@ -186,7 +186,10 @@ def main() -> int:
     if given.rank is not None:
         on_rank(given.rank, given.store, [given.calls, given.steps])
         return 0
-    reports, errors = soak(given.calls, given.steps)
+    from rich.console import Console  # not on the ranks, whose memory is measured
+
+    with Console(stderr=True).status(f"{given.calls:,} calls and {given.steps:,} steps on {RANKS} ranks"):
+        reports, errors = soak(given.calls, given.steps)
     for name, each in reports.items():
         print(f"{name:6} memory {each.memory:6.1f} MiB, growth {each.growth:+.2%}, more threads {each.threads}")
     print(errors or "nothing on stderr")
