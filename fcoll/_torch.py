@@ -202,11 +202,18 @@ def is_mutable(target: Any) -> bool:
     return unsaid or bool(target._schema.is_mutable)
 
 
+def is_higher_order(target: Any) -> bool:
+    """Whether it is one that takes graphs, such as cond."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def out_of_place(target: Any) -> Any:
     """What makes a new tensor where an operation writes into its first argument and returns that; None for others."""
     if not is_operator(target) or target.namespace != "aten" or not target._schema.name.endswith("_"):
         return None
-    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in target._schema.arguments]
+    written = [
+        argument.alias_info is not None and argument.alias_info.is_write for argument in target._schema.arguments
+    ]
     packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::")[:-1], None)
     other = getattr(packet, target._overloadname, None)
     plain = is_operator(other) and not is_mutable(other) and not is_view(other)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fcoll import _torch, marks, meshes, optimizing, recorder, trees
+from fcoll.engine import MOVE
 from fcoll.invariance import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, COLLECTIVES, REDUCE_SCATTER, WAIT
 
 _PUBLIC = {
@@ -82,7 +83,8 @@ def forecast(
             left.append(Message(asked[node]))
         elif node.target in COLLECTIVES:
             number = node.meta.get("fcoll", of_group[node.args[-1]])
-            left.append(Message(number, True, node.args[0].meta["val"], _PUBLIC[node.target]))
+            public = node.args[1] if node.target == MOVE else _PUBLIC[node.target]
+            left.append(Message(number, True, node.args[0].meta["val"], public))
     others |= {node.name for node in graph.nodes} - names.keys()
     left = sorted((message for message in left if message.of >= 0), key=lambda message: message.of)
     return left, [_told(reason, names, others) for reason in reasons]

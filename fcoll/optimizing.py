@@ -161,12 +161,21 @@ def rewrite(graph: torch.fx.Graph, world: int, families: Families) -> list[str]:
     if all(map(_movable, graph.nodes)):
         reasons += fusing.fuse(graph, Invariance(graph, world, families))
     graph.lint()
-    return reasons
+    return reasons + [
+        f"{node.name}: is left alone, since the graph does not say of what size it is"
+        for node in graph.nodes
+        if node.target in COLLECTIVES and not rewrites.shown(node)
+    ]
 
 
 def hindrance(graph: torch.fx.Graph) -> str:
     """Why a graph is left alone, whatever its groups; "" if it is not."""
-    return "" if _functional(graph) else "the graph has operations that may work in place"
+    node = _writer(graph)
+    if node is None:
+        return ""
+    if _torch.is_higher_order(node.target):
+        return f"the graph has operations that hold graphs of their own: {node.name}"
+    return f"the graph has operations that may work in place: {node.name}"
 
 
 def _removable(node: torch.fx.Node) -> bool:
@@ -182,8 +191,8 @@ def _movable(node: torch.fx.Node) -> bool:
     )
 
 
-def _functional(graph: torch.fx.Graph) -> bool:
-    """Whether a value stays what it is: nothing works in place, but for inputs that are written to at the end."""
+def _writer(graph: torch.fx.Graph) -> torch.fx.Node | None:
+    """The first node that may change a value; inputs may be written to at the end."""
     written = False
     for node in graph.nodes:
         if node.target == torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
@@ -191,8 +200,8 @@ def _functional(graph: torch.fx.Graph) -> bool:
         elif node.op in ("call_method", "call_module") or (
             node.op == "call_function" and (written or not _writes_nothing(node.target))
         ):
-            return False
-    return True
+            return node  # type: ignore[no-any-return]
+    return None
 
 
 def _writes_nothing(target: Any) -> bool:

@@ -260,6 +260,49 @@ def test_results_that_come_of_one_message_share_no_memory(ranks: Pools) -> None:
         assert second.tolist() == [[0, 4], [2, 6]]
 
 
+def reasons() -> dict[str, tuple[int, str]]:
+    """Of programs that are left alone, for each: how many of the two messages are left, and why."""
+    group = fcoll.WORLD
+
+    def of(f: Callable[[Tensor], Any], **options: Any) -> tuple[int, str]:
+        def program(x: Tensor) -> Any:
+            return fcoll.all_reduce(fcoll.all_reduce(f(x), group, "mean"), group, "mean")
+
+        with fcoll.marked():
+            graph = fcoll.optimize(make_fx(program, **options)(torch.ones(3, 2)))
+        plan = graph.meta["fcoll"]
+        return plan.after, " ".join(plan.reasons)
+
+    def written_through_a_view(x: Tensor) -> Tensor:
+        y = x.sin()
+        y[0].mul_(2)
+        return y
+
+    def branch(x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    return {
+        "fine": of(torch.sin),
+        "written": of(lambda x: (y := x.sin()).mul_(2) + y),
+        "view": of(written_through_a_view),
+        "sizes": of(torch.sin, tracing_mode="symbolic"),
+        "higher order": of(branch),
+    }
+
+
+def test_what_is_left_alone_says_why(ranks: Pools) -> None:
+    for found in ranks(2).run(reasons):
+        for name in ("fine", "written"):
+            assert found[name][0] == 1
+        for name, reason in (
+            ("view", "may work in place: mul_"),
+            ("sizes", "does not say of what size it is"),
+            ("higher order", "hold graphs of their own: cond"),
+        ):
+            assert found[name][0] == 2, name
+            assert reason in found[name][1], found[name]
+
+
 @pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "local"])
 def test_programs_are_of_all_kinds(mapped: bool) -> None:
     programs = [program for program in drawn.drawn(500) if program.mapped == mapped]

@@ -47,6 +47,7 @@ NAMES = [
     "torch._inductor.config.unsafe_marked_cacheable_functions",
     "torch._library.effects.EffectType",
     "torch._ops.OpOverload",
+    "torch._ops.HigherOrderOperator",
     "torch._inductor.list_mode_options",
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     "torch._dynamo.backends.common.AotAutograd",
@@ -456,3 +457,15 @@ def test_what_traces_call_is_seen_before_it_is_in_the_graph() -> None:
     with _torch.fakes():
         graph = make_fx(f)(torch.ones(2)).graph
     assert len(calls) == sum(node.target in (sin, cos) for node in graph.nodes) == 2
+
+
+def test_operations_that_write_have_others_that_do_not() -> None:
+    aten: Any = torch.ops.aten
+    assert _torch.out_of_place(aten.masked_fill_.Scalar) == aten.masked_fill.Scalar
+    assert _torch.out_of_place(aten.mul_.Tensor) == aten.mul.Tensor
+    for target in (aten.mul.Tensor, aten.mul.out, aten.t_.default, aten.copy_.default, torch.mul):
+        found = _torch.out_of_place(target)
+        assert found is None or not _torch.is_mutable(found), target
+    assert _torch.out_of_place(aten.t_.default) is None  # whose other one is a view
+    assert _torch.is_higher_order(torch.ops.higher_order.cond)
+    assert not _torch.is_higher_order(aten.mul.Tensor)
