@@ -2,7 +2,8 @@
 
 In every specification r is this rank's index in the group, x_r its leaf, y_r its result, and block r the r-th of n
 equal pieces along an axis. `group` is an axis name, a tuple of names (major first), a ProcessGroup, a DeviceMesh (all
-of it), a `fcoll.Group` or `fcoll.WORLD`. Negative axes count from the end. Python numbers become 0-d tensors.
+of it), a `fcoll.Group` or `fcoll.WORLD`. Negative axes count from the end. Python numbers become 0-d tensors, though
+type checkers, to which a result is of its tree's type, still take them for numbers.
 
 Derivatives are those of the whole map over all ranks: a gradient taken inside a rank's program is the gradient of the
 sum of all ranks' outputs. `invariant=True`, `vary` and `split` declare that a value counts once for all ranks.

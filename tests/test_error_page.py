@@ -82,6 +82,16 @@ def test_the_note_names_the_section(section: str) -> None:
     assert note(lambda: torch.compile(CALLS[section], fullgraph=True, backend="eager")()) == section
 
 
+@pytest.mark.parametrize(
+    "f", [lambda x: x if x > 0 else -x, lambda x: x.item(), torch.rand_like], ids=["if", "item", "random"]
+)
+def test_torch_says_what_the_page_quotes(f: Callable[[Any], Any]) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        emulated(f, torch.ones(2))()
+    quotes = re.findall(r"^\| `(vmap: .*?)` \|", (ROOT / errors.PAGE).read_text(), re.MULTILINE)
+    assert sum(str(raised.value).startswith(quote) for quote in quotes) == 1
+
+
 def test_the_notes_of_processes(ranks: Pools) -> None:
     def disagree() -> str:
         with fcoll.checked(timeout=20):
