@@ -35,6 +35,7 @@ TOPICS = {
     "programs": "Compiled programs on an emulated axis",
     "emulated": "Eager calls on an emulated axis",
     "scaling": "Compilation against the number of emulated ranks",
+    "placement": "Patterns, optimised",
     "memory": "Memory of a tree call",
 }
 """Module → heading."""

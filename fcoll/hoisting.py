@@ -103,8 +103,9 @@ def hoist(graph: Graph, known: Invariance) -> list[str]:
         region = Region(members, known, depth)
         for part in region.parts(members):
             reasons += _moved(region, part, known)
-    if reasons:
-        sort(graph)
+        if reasons:  # the others next time, when the new operations have their depth
+            sort(graph)
+            break
     return reasons
 
 

@@ -24,10 +24,12 @@ COUNT = 18
 
 
 def test_optimised_programs_compute_the_same(ranks: Pools) -> None:
-    results = ranks(4).run(drawn.differences, drawn.drawn(COUNT))
+    wide = (("reduced_wide", 0, 1, "dp", 2), ("reduced_wide", 3, 0, "tp", 0))  # one sum is linear in the other
+    chosen = drawn.Program((P("dp"), P("tp"), P()), wide, (4,), 1, True)
+    results = ranks(4).run(drawn.differences, [chosen, *drawn.drawn(COUNT)])
     assert [text for texts, _ in results for text in texts] == []
     plans = results[0][1]
-    assert len(plans) == COUNT
+    assert len(plans) == COUNT + 1
     assert sum(plan.after < plan.before for plan in plans) > COUNT // 3, "too few were rewritten to show anything"
     for _, others in results:
         assert [plan[1:] for plan in others] == [plan[1:] for plan in plans]
