@@ -99,8 +99,8 @@ def mesh(**sizes: int) -> Mesh:
     """The mesh for this program: of processes under a launcher, virtual otherwise.
 
     Under a launcher (RANK and WORLD_SIZE are set, as torchrun does, or torch.distributed is initialised) it is a
-    DeviceMesh over all ranks, on CUDA devices where there are any; torch.distributed is initialised if need be, and
-    ends with `torch.distributed.destroy_process_group`, as always. Every rank calls it, with the same arguments.
+    DeviceMesh over all ranks, on CUDA devices where there are any, unless torch.distributed is initialised with gloo;
+    it is initialised if need be, and ends with `torch.distributed.destroy_process_group`, as always. Every rank calls it, with the same arguments.
 
     Args:
         sizes: the number of ranks per axis name, major first; under a launcher their product is the world's size.
@@ -122,7 +122,8 @@ def mesh(**sizes: int) -> Mesh:
     if size != world:
         fail("value", "mesh: {} makes {} ranks, but {} are running; change the sizes or the launch",
              f"mesh({_spelled(sizes)})", size, world)  # fmt: skip
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    by_gloo = dist.is_initialized() and "cuda:gloo" in dist.get_backend_config()  # as launch does with too few devices
+    device = "cuda" if torch.cuda.is_available() and not by_gloo else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -111,18 +111,18 @@ def shard_map(
     check_flag("shard_map", "check", check)
     if mesh is None:
         return _unplaced(f, in_specs, out_specs, check)
-    job = _Job(f, meshes.shape_of("shard_map", mesh), in_specs, out_specs, check)
+    shape = meshes.shape_of("shard_map", mesh)
     for name, spec in (("in_specs", in_specs), ("out_specs", out_specs)):
-        _check_names(job.shape, name, spec)
-    label = replication.enlist(getattr(f, "__name__", "f"), _fake_run(job)) if check else ""
+        _check_names(shape, name, spec)
+    job = _job(f, shape, in_specs, out_specs, check)
 
     @functools.wraps(f)
     def mapped(*args: Any) -> Any:
-        return _call(job, mesh, label, args)
+        return _call(job, mesh, args)
 
     mapped.on = functools.partial(_on, f, in_specs, out_specs, check)  # type: ignore[attr-defined]
-    if label:
-        replication.keep_with(mapped, label)
+    if job.label:
+        replication.keep_with(mapped, job.label)
     return _torch.with_own_code(mapped)
 
 
@@ -147,6 +147,21 @@ class _Job(NamedTuple):
     in_specs: Any
     out_specs: Any
     check: bool
+    label: str = ""  # of the check
+
+    def __reduce__(self) -> Any:  # the label is known to this process only
+        return _arrived, self[:-1]
+
+
+def _job(f: Callable[..., Any], shape: Shape, in_specs: Any, out_specs: Any, check: bool) -> _Job:
+    job = _Job(f, shape, in_specs, out_specs, check)
+    return job._replace(label=replication.enlist(getattr(f, "__name__", "f"), _fake_run(job))) if check else job
+
+
+def _arrived(f: Callable[..., Any], shape: Shape, in_specs: Any, out_specs: Any, check: bool) -> _Job:
+    """The job in another process. Meshes of processes do not travel."""
+    meshes.register(meshes.VirtualMesh(shape.axis_names, shape.sizes))
+    return _job(f, shape, in_specs, out_specs, check)
 
 
 class _Leaf(NamedTuple):
@@ -160,12 +175,12 @@ class _Leaf(NamedTuple):
         fail(kind, "shard_map: {} " + template, trees.path(self.tree, self.place, self.what), *details, about=about)
 
 
-def _call(job: _Job, mesh: Mesh, label: str, args: tuple[Any, ...]) -> Any:
+def _call(job: _Job, mesh: Mesh, args: tuple[Any, ...]) -> Any:
     leaves, structure = trees.flatten(args)
     entries = _spread("in_specs", job.in_specs, args, len(leaves))
     for i, leaf in enumerate(leaves):
         leaves[i] = _checked(job.shape, _Leaf("args", args, i), leaf, entries[i])
-    unchecked = replication.verify(label, entries, args, leaves) if job.check else ""
+    unchecked = replication.verify(job.label, entries, args, leaves) if job.check else ""
     if not job.shape.processes and not recorder.active():  # whose vmaps check themselves
         return _on_virtual(job, leaves, structure, entries, _torch.level())
     outside = _torch.level()
@@ -173,7 +188,7 @@ def _call(job: _Job, mesh: Mesh, label: str, args: tuple[Any, ...]) -> Any:
         _refuse_tracked(job.f)
     out = _on_processes(job, mesh, leaves, structure, entries, outside)
     if unchecked:  # said now, since f, with data, may have run into the same error
-        replication.warn(label, unchecked)
+        replication.warn(job.label, unchecked)
     return out
 
 

@@ -320,3 +320,18 @@ def test_without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ImportError, match=r"pip install 'fcoll\[launch\]'"):
         fcoll.launch(print, 2)
+
+
+def test_maps_over_virtual_meshes_travel() -> None:
+    """The check of a map belongs to the process that made it: each rank makes its own, and not another map's."""
+    mesh = fcoll.virtual_mesh(i=2)
+    mapped: Any = fcoll.shard_map(lambda x: fcoll.all_reduce(x.sum(), "i"), mesh, fcoll.P("i"), fcoll.P())
+
+    def f(x: Tensor) -> Any:
+        other: Any = fcoll.shard_map(lambda x: x * 2, mesh, fcoll.P("i"), fcoll.P("i"))
+        return mapped(x), other(x).sum(), torch.func.grad(mapped)(x).sum(), len(fcoll.trace(mapped)(x))
+
+    assert fcoll.launch(f, 2, torch.ones(4)) == [(4, 8, 4, 1)] * 2
+    varying = fcoll.shard_map(lambda x: x.sum(), mesh, fcoll.P("i"), fcoll.P())
+    with pytest.raises(ValueError, match="is replicated over 'i' by out_specs, but varies over it"):
+        fcoll.launch(varying, 1, torch.ones(4))
