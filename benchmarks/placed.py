@@ -52,7 +52,8 @@ def mean(error: Tensor, axis: str) -> Tensor:
 
 def data_parallel_plain(module: Any, values: Values) -> Tensor:
     params = {"w": values["w"], "b": values["b"]}
-    return fcoll.all_reduce(module.error(params, values["x"], values["y"]), "dp", "mean")
+    error: Tensor = module.error(params, values["x"], values["y"])
+    return fcoll.all_reduce(error, "dp", "mean")
 
 
 def data_parallel(module: Any, values: Values) -> Tensor:

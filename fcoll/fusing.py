@@ -34,7 +34,7 @@ def like(node: Node) -> Any:
 def rows(node: Node) -> int:
     """How many pieces of a message go to different ranks."""
     args: Any = node.args
-    return args[2] if node.target == REDUCE_SCATTER else len(args[1]) if node.target == ALL_TO_ALL else 1  # type: ignore[no-any-return]
+    return args[2] if node.target == REDUCE_SCATTER else len(args[1]) if node.target == ALL_TO_ALL else 1
 
 
 def depths(graph: Graph) -> dict[Node, int]:

@@ -185,7 +185,7 @@ class Region:
             for a, b in path:
                 left[a][b] -= amount
                 left[b][a] += amount
-        behind = {"to"}
+        behind: set[Any] = {"to"}
         waiting: deque[Any] = deque(behind)
         while waiting:
             b = waiting.popleft()

@@ -138,7 +138,8 @@ def _broadcast(node: Node, wait: Node, x: Any, n: int) -> Node:
 
 def _moved(node: Node, wait: Node, x: Any, n: int) -> Node:
     """x where it is sent to, n times x at a root, the own block of it: and zeros elsewhere."""
-    kind, (_, *ranks) = node.args[1:3]  # type: ignore[misc]
+    args: Any = node.args
+    kind, ranks = args[1], args[2][1:]
     if kind == "scatter":
         return emit(wait, aten.squeeze.dim, _own_block(node, wait, x, n), 0)
     at = ranks[:1] if kind == "gather" else ranks[1::2]

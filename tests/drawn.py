@@ -107,9 +107,9 @@ STEPS: dict[str, Step] = {
     "partly_gathered": lambda x, y, g, k: halves(
         torch.cat(fcoll.all_gather([x, torch.full_like(x, 0.5), y.sin()], g, k % 2), k % 2), k % 2
     ),
-    "partly_scattered": lambda x, y, g, k: sum(
+    "partly_scattered": lambda x, y, g, k: torch.stack(
         fcoll.reduce_scatter([blocks(z, z, g, 0) for z in (x, torch.ones_like(x), y)], g, 0)
-    ),
+    ).sum(0),
     "two_exchanges": lambda x, y, g, k: fcoll.all_to_all(x, g) * fcoll.all_to_all(y.sin(), g),
     "residual": lambda x, y, g, k: x + fcoll.all_reduce(torch.nn.functional.layer_norm(x, (SIZE,), x[k]) @ y, g) / SIZE,
     "written": lambda x, y, g, k: fcoll.all_reduce(x.cos().mul_(k + 1), g),

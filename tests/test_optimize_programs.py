@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fcoll
-from fcoll import P, deferred, fusing, hoisting, invariance, optimizing, rewrites
+from fcoll import P, deferred, engine, fusing, hoisting, invariance, optimizing, rewrites
 
 COUNT = 18
 
@@ -133,7 +133,7 @@ def coefficients_alike() -> Any:
 
 
 def count_forgotten() -> Any:
-    emit = hoisting.emit
+    emit = rewrites.emit
     mul, clone = torch.ops.aten.mul.Tensor, torch.ops.aten.clone.default
     return (
         hoisting,
@@ -181,7 +181,7 @@ def root_ignored() -> Any:
 
 
 def sent_backwards() -> Any:
-    moving = deferred.moving
+    moving = engine.moving
     return (
         deferred,
         "moving",
