@@ -18,8 +18,9 @@ def signatures(thing: Callable[..., Any], *, bound: bool = False) -> list[str]:
     for overload in typing.get_overloads(thing) or [thing]:
         signature = inspect.signature(overload)
         names = tuple(signature.parameters)
-        first = signature.parameters[names[0]].annotation if names else ""
-        if names not in found or first not in ("None", "complex"):  # a decorator without its function; numbers
+        before = found.get(names)
+        first = before.parameters[names[0]].annotation if before and names else None
+        if before is None or first in ("None", "complex"):  # a decorator without its function; numbers
             found[names] = signature
     return [_signature(signature, thing, bound) for signature in found.values()]
 
