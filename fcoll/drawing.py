@@ -291,7 +291,7 @@ def _picture(title: str, axes: Axes, flow: provenance.Flow) -> Picture:
     shapes.append(Label(_MARGIN, _MARGIN + 62, "rank", "start", 12, faint=True))
     for heading, pair in panels:
         left = _panel(shapes, heading, pair, left, middles, _MARGIN + 62)
-    legend = _legend(panels)
+    legend = _legend(panels, min(2, len(ranks) - 1))
     shapes.append(Label(_MARGIN, _MARGIN + 8, title, "start", 15, bold=True))
     shapes.append(Label(_MARGIN, top + 22, legend, "start", 11, faint=True))
     width = max(left - 40, svg.width_of(title, 16) + _MARGIN, svg.width_of(legend, 11) + _MARGIN) + _MARGIN
@@ -372,11 +372,12 @@ def _barred(leaves: Sequence[Leaf]) -> list[Leaf]:
     return [leaf._replace(name=barred(leaf.name)) for leaf in leaves]
 
 
-def _legend(panels: Panels) -> str:
+def _legend(panels: Panels, r: int) -> str:
+    """What the words mean, said of rank r."""
     used = set().union(*(t.words.used for _, pair in panels for t in pair))
     widths = {t.words.width > 1 for _, pair in panels for t in pair}
-    lines = ["2 = the element of rank 2"] if False in widths else []
-    lines += ["2a = element a of rank 2"] if True in widths else []
+    lines = [f"{r} = the element of rank {r}"] if False in widths else []
+    lines += [f"{r}a = element a of rank {r}"] if True in widths else []
     lines += ["backward: cotangents"] if len(panels) > 1 else []
     return " · ".join([*lines, *(text for word, text in _LEGEND.items() if word in used)])
 
