@@ -11,8 +11,8 @@ from fcoll.testing import Emulated, Processes, Ranks, Substrate
 
 SIZES = (2, 3, 4)
 LONG = {  # whole modules that take minutes together: `make thorough` runs them, and CI
-    "test_bench_command", "test_compat", "test_determinism", "test_faults", "test_fuzz", "test_optimize_programs",
-    "test_p2p", "test_races", "test_regions", "test_selfcheck", "test_soak", "test_uneven",
+    "test_bench_command", "test_benchmarks", "test_compat", "test_determinism", "test_faults", "test_fuzz",
+    "test_optimize_programs", "test_p2p", "test_races", "test_regions", "test_selfcheck", "test_soak", "test_uneven",
 }  # fmt: skip
 
 

@@ -187,6 +187,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_caches_serve_the_next_start(tmp_path: Path) -> None:
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
