@@ -1,14 +1,19 @@
-"""examples/digits.py as a person runs it, in processes of its own: emulated, and on four ranks under torchrun."""
+"""The examples as a person runs them, in processes of their own: emulated, and on four ranks."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
+
+import fcoll
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -75,3 +80,44 @@ def test_digits_on_another_number_of_ranks() -> None:
     assert result.returncode != 0
     assert "there are 2 processes: use torchrun --nproc-per-node 4" in result.stderr
     assert result.stdout == ""
+
+
+def matches_of(out: str) -> list[str]:
+    """The kind of mesh of each line that `examples/transformer.py` prints; any other line is a failure."""
+    lines = [re.fullmatch(r"(\w+): the gradients of 11 parameters match, to \d\.\de-\d\d", x) for x in out.splitlines()]
+    assert all(lines), out
+    return [line[1] for line in lines if line]
+
+
+def test_transformer_emulated() -> None:
+    result = run("examples/transformer.py")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert matches_of(result.stdout) == ["VirtualMesh"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("option", [[], ["--compile"]])
+@pytest.mark.parametrize("ways", ["launch", "torchrun"])
+def test_transformer_on_four_ranks(ways: str, option: list[str]) -> None:
+    launched = ways == "launch"
+    result = run(*[] if launched else [*TORCHRUN, "4"], "examples/transformer.py", *["--launch"] * launched, *option)
+    assert result.returncode == 0, result.stderr
+    assert matches_of(result.stdout) == ["DeviceMesh"] * (4 if launched else 1)
+
+
+def test_transformer_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum where there is to be a mean, which no shape and no spec tells."""
+    spec = importlib.util.spec_from_file_location("transformer", ROOT / "examples" / "transformer.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+
+    def wrong(p: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        value: Tensor = example.loss(p, tokens, targets, total=lambda y: fcoll.all_reduce(y, "tp"))
+        return fcoll.all_reduce(value, "dp")
+
+    monkeypatch.setattr(example, "rank_loss", wrong)
+    monkeypatch.setattr(sys, "argv", ["transformer.py"])
+    with pytest.raises(SystemExit, match=r"^VirtualMesh: the gradient of \w+ differs by \d\.\de-0\d$"):
+        example.main()
