@@ -250,4 +250,6 @@ def _moved(region: Region, members: list[Member], known: Invariance) -> list[str
         wait.replace_all_uses_with(y)
         wait.graph.erase_node(wait)
         node.graph.erase_node(node)
+    if not cut:
+        return [f"{names}: follows from what is reduced anyway, and from what is the same on all ranks of the group"]
     return [f"{names}: reduces {', '.join(node.name for node in cut)} instead, which is smaller"]
