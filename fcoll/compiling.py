@@ -26,10 +26,11 @@ def compile(f: Any = None, *, optimize: bool | None = None, **options: Any) -> A
 
     It differs from torch.compile in five things. Messages that are provably needless are not sent, and others travel
     together, by `fcoll.optimize`: in programs of `fcoll.shard_map` over all processes. `fullgraph=True` is the default,
-    so that nothing runs uncompiled unnoticed. Called inside an active torch.func transform, where torch refuses, it runs
-    f eagerly, with one warning: compile around the transform instead. The caches of AOTAutograd and inductor, which torch bypasses for graphs that
-    hold functions it does not know, serve the next start of the program too. And a call does not verify again that the
-    code of fcoll, optree and torch is what it was when it was traced, which would take longer than a small collective.
+    so that nothing runs uncompiled unnoticed. Called inside an active torch.func transform, where torch refuses, it
+    runs f eagerly, with one warning: compile around the transform instead. The caches of AOTAutograd and inductor,
+    which torch bypasses for graphs that hold functions it does not know, serve the next start of the program too. And a
+    call does not verify again that the code of fcoll, optree and torch is what it was when it was traced, which would
+    take longer than a small collective.
 
     Args:
         f: the function. Without it, a decorator is returned.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fcoll import _torch
 from fcoll.engine import MOVE, RANK
-from fcoll.marks import INVARIANT
+from fcoll.marks import COTANGENT, INVARIANT
 
 Classes = tuple[int, ...]
 """Per rank of the world, the number of its class."""
@@ -141,7 +141,7 @@ class Invariance:
             return gathered(self.everywhere, family, True) if family is not None else self.varying
         if node.target in COLLECTIVES:
             return self._of_collective(node, inputs[0])
-        if node.target == WAIT:
+        if node.target in (WAIT, COTANGENT):
             return inputs[0]
         if node.target in _OF_SHAPE and _static(node):
             inputs = inputs[1:]

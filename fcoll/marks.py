@@ -80,10 +80,30 @@ def uncached(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
+@torch.library.custom_op("fcoll::cotangent", mutates_args=())
+def _cotangent(x: Tensor, group: str) -> Tensor:
+    """x, the cotangent of a value that is the same on the ranks of a process group. It may differ between them, as when
+    each has its own labels, and then counts as the mean does.
+    """
+    return x.clone()
+
+
+@_cotangent.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x)
+
+
 INVARIANT = torch.ops.fcoll.invariant.default
+COTANGENT = torch.ops.fcoll.cotangent.default
 
 
 def mark(x: Tensor, ranks: tuple[int, ...]) -> Tensor:
     """x, said to be the same on these ranks of the world; other ranks may say so of other ones, of theirs."""
     marked: Tensor = torch.ops.fcoll.invariant(x, list(ranks))
+    return marked
+
+
+def cotangent(x: Tensor, group: str) -> Tensor:
+    """x, said to be a cotangent for all ranks of a process group."""
+    marked: Tensor = torch.ops.fcoll.cotangent(x, group)
     return marked

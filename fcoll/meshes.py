@@ -100,7 +100,8 @@ def mesh(**sizes: int) -> Mesh:
 
     Under a launcher (RANK and WORLD_SIZE are set, as torchrun does, or torch.distributed is initialised) it is a
     DeviceMesh over all ranks, on CUDA devices where there are any, unless torch.distributed is initialised with gloo;
-    it is initialised if need be, and ends with `torch.distributed.destroy_process_group`, as always. Every rank calls it, with the same arguments.
+    it is initialised if need be, and ends with `torch.distributed.destroy_process_group`, as always. Every rank calls
+    it, with the same arguments.
 
     Args:
         sizes: the number of ranks per axis name, major first; under a launcher their product is the world's size.

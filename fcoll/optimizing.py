@@ -22,7 +22,7 @@ from fcoll import _torch, checks, deferred, fusing, hoisting, rewrites, tidying
 from fcoll.engine import RANK
 from fcoll.errors import CommunicationError, explained, fail
 from fcoll.invariance import COLLECTIVES, WAIT, Families, Invariance, constant, function_of_arguments, key, literal
-from fcoll.marks import INVARIANT
+from fcoll.marks import COTANGENT, INVARIANT
 
 
 class Plan(NamedTuple):
@@ -111,7 +111,7 @@ def optimize_together(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModul
     """
     graph = graph_module.graph
     world = dist.get_world_size() if dist.is_initialized() else 0
-    if _count(graph) and any(len(node.args[1]) == world for node in _marks(graph)):  # type: ignore[arg-type]
+    if _count(graph) and any(len(node.args[1]) == world for node in _marks(graph, INVARIANT)):  # type: ignore[arg-type]
         return optimize(graph_module)
     with _torch.plain():
         _unmark(graph)
@@ -119,15 +119,15 @@ def optimize_together(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModul
     return graph_module
 
 
-def _marks(graph: torch.fx.Graph) -> Sequence[torch.fx.Node]:
-    return graph.find_nodes(op="call_function", target=INVARIANT)
+def _marks(graph: torch.fx.Graph, *kinds: Any) -> list[torch.fx.Node]:
+    return [node for kind in kinds for node in graph.find_nodes(op="call_function", target=kind)]
 
 
 def _unmark(graph: torch.fx.Graph) -> None:
     """Take the marks away. A result must not turn into a view of an argument: there, a copy stays. And what reads the
     same on all ranks becomes what this one does.
     """
-    for node in _marks(graph):
+    for node in _marks(graph, INVARIANT, COTANGENT):
         x: Any = node.args[0]
         node.replace_all_uses_with(rewrites.emit(node, rewrites.aten.clone.default, x) if _escapes(node) else x)
         graph.erase_node(node)
@@ -186,7 +186,7 @@ def _movable(node: torch.fx.Node) -> bool:
     """Whether the order of a node among others is free, which that of messages of unknown operations is not."""
     return (
         node.op != "call_function"
-        or node.target in (*COLLECTIVES, RANK, WAIT, INVARIANT)
+        or node.target in (*COLLECTIVES, RANK, WAIT, INVARIANT, COTANGENT)
         or function_of_arguments(node.target)
     )
 
@@ -248,7 +248,7 @@ def spelled(graph: torch.fx.Graph) -> tuple[str, list[str | tuple[int, ...]]]:
 
 def _grouped(node: torch.fx.Node) -> bool:
     """Whether the last argument of a node is a group."""
-    return node.target in (*COLLECTIVES, RANK, INVARIANT) and not node.kwargs
+    return node.target in (*COLLECTIVES, RANK, INVARIANT, COTANGENT) and not node.kwargs
 
 
 def _look(value: Any) -> str:

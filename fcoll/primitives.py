@@ -409,7 +409,12 @@ PRIMITIVES: dict[str, Primitive] = {
     "mark": Primitive(  # x, of which graphs are told that these ranks of the world have the same, see `marks`
         on_process=lambda x, process, ranks: marks.mark(x, ranks),
         on_stack=lambda stack, n, ranks: stack.clone(),
-        transpose=lambda ranks: ("mark", ranks),
+        transpose=lambda ranks: ("cotangent",),
+    ),
+    "cotangent": Primitive(  # of a marked value: code outside of the graph may give each rank another one
+        on_process=lambda x, process: marks.cotangent(x, process.name),
+        on_stack=lambda stack, n: stack.clone(),
+        transpose=lambda: ("mark", ()),
     ),
     "all_to_all": Primitive(
         wire="all_to_all",

@@ -22,6 +22,7 @@ from fcoll.invariance import (
     ALL_REDUCE,
     ALL_TO_ALL,
     BROADCAST,
+    COLLECTIVES,
     REDUCE_SCATTER,
     WAIT,
     Family,
@@ -29,6 +30,7 @@ from fcoll.invariance import (
     alike,
     key,
 )  # fmt: skip
+from fcoll.marks import COTANGENT
 
 aten = torch.ops.aten
 
@@ -458,7 +460,39 @@ def gathered_of_scattered(node: Node, known: Invariance) -> str | None:
     return f"{name}: gathers what {before} has scattered"
 
 
+def agreed(node: Node, known: Invariance) -> str | None:
+    """A number that comes back from outside of the graph, as the cotangent of a loss, is made the same by one message.
+
+    All ranks hold one function of the arguments, so cotangents c_r of it give what their mean gives; and of what
+    follows from the mean nothing needs to be sent.
+    """
+    family = known.families.get(key(node)) if node.target == COTANGENT else None
+    x: Any = node.args[0] if node.args else None
+    if family is None or alike(known[x], family) or len({len(group) for group in family}) != 1:
+        return None
+    if not (shown(x) and wide(_value(x)) and x.meta["val"].numel() == 1 and _sends(node)):
+        return None
+    part = emit(node, aten.div.Tensor, x, len(family[0]))
+    new = emit(node, WAIT, emit(node, ALL_REDUCE, part, "sum", node.args[1]))
+    name = node.name
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+    return f"{name}: sends the mean of what comes from outside, so that it is the same on all ranks of the group"
+
+
+def _sends(node: Node) -> bool:
+    """Whether something is sent that depends on a node."""
+    reached = {node}
+    for each in list(node.graph.nodes):
+        if not reached.isdisjoint(each.all_input_nodes):
+            if each.target in COLLECTIVES:
+                return True
+            reached.add(each)
+    return False
+
+
 RULES: tuple[Rule, ...] = (
+    agreed,
     of_invariant,
     of_partly_invariant,
     own_of_gathered,

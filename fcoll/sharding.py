@@ -330,13 +330,13 @@ def _leave(shape: Shape, mesh: Any, y: Tensor, spec: Entries, whole: bool) -> Te
 
 
 def _marked(shape: Shape, x: Tensor, names: tuple[str, ...]) -> Tensor:
-    """x, of which a graph is told that it is the same along these axes, and so is its cotangent; see `marks`."""
+    """x, of which a graph is told that it is the same along these axes; see `marks`."""
     if not marks.wanted() or not names or not (shape.processes or recorder.active()):
         return x
     if torch.compiler.is_compiling():
         x = marks.uncached(x)
     key = SIMULATED + shape.key if recorder.active() else shape.key
-    return bind("mark", x, _along(shape, names[:1]), meshes.ranks_along(key, names))
+    return bind("mark", x, _along(shape, names), meshes.ranks_along(key, names))
 
 
 def _to_placements(shape: Shape, mesh: Any, x: DTensor, spec: Entries) -> Tensor:

@@ -6,6 +6,7 @@ A program is data: instructions that each make one more 4x4 value of earlier one
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -229,8 +230,14 @@ def as_list(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
+@functools.cache
+def _mesh() -> fcoll.meshes.Mesh:
+    """One for all programs: each makes groups, and each group of gloo a thread."""
+    return fcoll.mesh(dp=2, tp=2)
+
+
 def differences(programs: Sequence[Program]) -> tuple[list[str], list[fcoll.Plan]]:
     """Of all of them, on this rank."""
-    mesh = fcoll.mesh(dp=2, tp=2)
+    mesh = _mesh()
     found = [difference(program, mesh) for program in programs]
     return [text for text, _ in found if text], [plan for _, plan in found]

@@ -354,6 +354,40 @@ def test_compile_applies_it(ranks: Pools) -> None:
             assert plan.after < plan.before, (kind, plan)
 
 
+def local_labels() -> list[Any]:
+    """What ranks do with a result outside of the map may differ: then so does its cotangent."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    torch.compiler.reset()
+    labels = torch.arange(3.0).double() + 10 * rank
+    mapped: Any = fcoll.shard_map(lambda w: w * 2, fcoll.mesh(i=n), (P(),), P())
+    loss: Any = fcoll.shard_map(
+        lambda w, x: fcoll.all_reduce(((x @ w) ** 2).sum(), "i", "mean"), fcoll.mesh(i=n), (P(), P("i")), P()
+    )
+    x, w = draw((2 * n, 3)), draw((3,), 1)
+
+    def outside(w: Tensor, weight: Tensor) -> Tensor:
+        return (mapped(w) * labels).sum() * weight
+
+    def weighed(w: Tensor, weight: Tensor) -> Tensor:
+        return loss(w, x) * weight  # type: ignore[no-any-return]
+
+    found = []
+    for f, whole in ((outside, mapped), (weighed, lambda w: loss(w, x))):
+        weight = torch.tensor(rank + 1.0, dtype=torch.float64)
+        want = grad(f)(w, weight)
+        leaf = w.clone().requires_grad_()
+        y = fcoll.compile(whole, backend="aot_eager")(leaf)
+        (y * labels * weight if y.ndim else y * weight).sum().backward()
+        found.append((want, leaf.grad, fcoll.compile(grad(f), backend="aot_eager")(w, weight)))
+    return found
+
+
+def test_cotangents_from_outside_may_differ(ranks: Pools) -> None:
+    for found in ranks(3).run(local_labels, timeout=60):
+        for want, *got in found:
+            close(got, [want] * len(got))
+
+
 def by_inductor() -> tuple[Any, Any, str]:
     mapped: Any = fcoll.shard_map(lambda x: fcoll.all_reduce(x, "i"), fcoll.mesh(i=2), (P(),), P())
     x = draw((3,))
