@@ -384,12 +384,21 @@ def observed(operations: Container[Any], tell: Callable[[], None]) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode  # documented, without a public place
 
     class Observer(TorchDispatchMode):
+        supports_higher_order_operators = True
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func in operations:
                 tell()
             return func(*args, **(kwargs or {}))
 
     return Observer()  # type: ignore[no-untyped-call]
+
+
+def into_compiled() -> Any:
+    """A context in which make_fx records what a compiled function does; torch refuses, unless its config says so."""
+    from torch._dynamo import config
+
+    return config.patch(error_on_nested_fx_trace=False)  # type: ignore[attr-defined]
 
 
 def mark_cacheable(names: Sequence[str], version: str) -> None:

@@ -45,14 +45,15 @@ class Message(NamedTuple):
 
 
 def forecast(
-    run: Callable[[list[Any]], Any], leaves: list[Any], count: Callable[[], int]
+    run: Callable[[list[Any]], Any], leaves: list[Any], current: Callable[[], int], count: Callable[[], int]
 ) -> tuple[list[Message], list[str]]:
     """What is left of the collectives of a program, and why the others are not.
 
     Args:
         run: the program.
         leaves: its arguments; the tensors are fake.
-        count: how many collectives have been called for while it runs. They are known by their numbers.
+        current: while it runs, the number of the collective that sends now; -1 for one that is not listed.
+        count: how many are listed.
     """
     numbers: list[int] = []  # of the collectives of the graph; -1 for what is not part of the program
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -61,15 +62,22 @@ def forecast(
         filled = list(leaves)
         for i, x in zip(tensors, given, strict=True):
             filled[i] = x
-        with _torch.observed(COLLECTIVES, lambda: numbers.append(count() - 1 if recorder.active() else -1)):
+        with _torch.observed(COLLECTIVES, lambda: numbers.append(current() if recorder.active() else -1)):
             out = run(filled)
         flat = [leaf for leaf in trees.flatten(out)[0] if isinstance(leaf, Tensor)]
         return [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in flat]
 
-    with marks.marked():
-        graph = make_fx(program)([leaves[i] for i in tensors]).graph
+    given = [leaves[i] for i in tensors]
+    with marks.marked(), _torch.into_compiled():
+        made = make_fx(program)(given)
+    if optimizing.hindrance(made.graph) and not any(_torch.is_higher_order(node.target) for node in made.graph.nodes):
+        made = make_fx(torch.func.functionalize(made))(given)  # compilers take writes out, as this does
+    graph = made.graph
+    why = optimizing.hindrance(graph)
+    if why:
+        return [Message(number) for number in range(count())], [why]
     asked = dict(zip((node for node in graph.nodes if node.target in COLLECTIVES), numbers, strict=True))
-    names = {node.name: f"#{number}" for node, number in asked.items() if number >= 0}
+    names = {node.name: f"#{number}" if number >= 0 else "" for node, number in asked.items()}
     others = {node.name for node in graph.nodes} - names.keys()
     for node, number in asked.items():
         for each in (node, *(user for user in node.users if user.target == WAIT)):
@@ -82,19 +90,21 @@ def forecast(
         if node in asked:
             left.append(Message(asked[node]))
         elif node.target in COLLECTIVES:
-            number = node.meta.get("fcoll", of_group[node.args[-1]])
+            number = node.meta.get("fcoll", of_group.get(node.args[-1], 0))
             public = node.args[1] if node.target == MOVE else _PUBLIC[node.target]
             left.append(Message(number, True, node.args[0].meta["val"], public))
     others |= {node.name for node in graph.nodes} - names.keys()
     left = sorted((message for message in left if message.of >= 0), key=lambda message: message.of)
-    return left, [_told(reason, names, others) for reason in reasons]
+    told = [_told(reason, names, others) for reason in reasons]
+    return left, [reason for reason in told if reason[0] not in ":,"]  # those of what is not listed
 
 
 def _told(reason: str, names: dict[str, str], others: set[str]) -> str:
     """A reason, with the collectives by their numbers instead of names of the graph."""
-    about, colon, text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), reason).partition(": ")
+    told = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), reason)
+    about, colon, text = told.partition(": ")
     first, _, rest = text.partition(" ")
-    return f"{about}{colon}what it takes {rest}" if first in others else f"{about}{colon}{text}"
+    return f"{about}{colon}what it takes {rest}" if first in others and about.startswith("#") else told
 
 
 def _rewritten(graph: torch.fx.Graph) -> list[str]:
@@ -105,6 +115,4 @@ def _rewritten(graph: torch.fx.Graph) -> list[str]:
     if len(keys) != 1:
         return [f"the program has groups of {'several meshes' if keys else 'no mesh'}"] if groups else []
     (key,) = keys
-    world, families = meshes.simulated_groups(key, groups)
-    why = optimizing.hindrance(graph)
-    return [why] if why else optimizing.rewrite(graph, world, families)
+    return optimizing.rewrite(graph, *meshes.simulated_groups(key, groups))

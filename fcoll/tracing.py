@@ -256,12 +256,17 @@ def trace(f: Callable[Params, Any], mesh: Mesh | None = None, *, optimize: bool 
 
     def traced(*args: Params.args, **kwargs: Params.kwargs) -> Trace:
         records: list[Record] = []
+        current = -1  # the number of the latest collective, if it is listed
         scope = meshes.named(meshes.shape_of("trace", mesh)) if mesh is not None else []
 
         def listen(name: str, x: Tensor, layout: Layout, source: str, backward: bool) -> None:
+            nonlocal current
             record = _record(name, x, layout, source, backward)
             if record is not None:
                 records.append(record)
+                current = len(records) - 1
+            elif name not in PRIMITIVES or PRIMITIVES[name].wire:
+                current = -1
 
         with _torch.fakes():
             leaves, structure = trees.flatten(trees.map_leaves(_fake, (args, kwargs)))
@@ -274,7 +279,7 @@ def trace(f: Callable[Params, Any], mesh: Mesh | None = None, *, optimize: bool 
             if not optimize:
                 run(leaves)
                 return Trace(records)
-            left, why = forecast.forecast(run, leaves, lambda: len(records))
+            left, why = forecast.forecast(run, leaves, lambda: current, lambda: len(records))
         return Trace(records, Trace([_left(records, message) for message in left]), tuple(why))
 
     return traced

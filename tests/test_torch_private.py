@@ -49,6 +49,7 @@ NAMES = [
     "torch._ops.OpOverload",
     "torch._ops.HigherOrderOperator",
     "torch._inductor.list_mode_options",
+    "torch._dynamo.config.error_on_nested_fx_trace",
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     "torch._dynamo.backends.common.AotAutograd",
     "torch._dynamo.backends.debugging.boxed_nop",
@@ -457,6 +458,16 @@ def test_what_traces_call_is_seen_before_it_is_in_the_graph() -> None:
     with _torch.fakes():
         graph = make_fx(f)(torch.ones(2)).graph
     assert len(calls) == sum(node.target in (sin, cos) for node in graph.nodes) == 2
+
+
+def test_make_fx_records_what_compiled_functions_do() -> None:
+    f = torch.compile(torch.sin, backend="aot_eager")
+    with _torch.fakes(), torch.compiler.set_stance("force_eager"):
+        with pytest.raises(RuntimeError, match="symbolically trace a dynamo-optimized function"):
+            make_fx(lambda x: f(x))(torch.ones(2))
+        with _torch.into_compiled():
+            graph = make_fx(lambda x: f(x))(torch.ones(2)).graph
+    assert torch.ops.aten.sin.default in [node.target for node in graph.nodes]
 
 
 def test_operations_that_write_have_others_that_do_not() -> None:

@@ -463,3 +463,40 @@ def test_compiled_functions_are_not_compiled_for_it() -> None:
     mapped = fcoll.shard_map(lambda x: fcoll.all_reduce(x, "i"), fcoll.virtual_mesh(i=2), P("i"), P())
     for f in (whole(mapped), fcoll.compile(mapped)):
         assert short(fcoll.trace(f)(torch.ones(4))) == [("all_reduce", "i", 2, (2,), "forward")]
+
+
+def foreseen(f: Any, mesh: Any, *args: Any) -> tuple[int, int, tuple[str, ...]]:
+    found = fcoll.trace(f, mesh, optimize=True)(*args)
+    assert found.optimized is not None
+    return len(found), len(found.optimized), found.reasons
+
+
+def test_what_is_left_of_compiled_functions_and_of_those_that_write() -> None:
+    mesh, x = fcoll.virtual_mesh(i=2), torch.ones(4)
+
+    def twice(x: Tensor) -> Tensor:
+        return fcoll.all_reduce(fcoll.all_reduce(x, "i"), "i")
+
+    def stepped(x: Tensor) -> Tensor:
+        y = x.add_(twice(x)).mul_(2)  # the argument itself
+        return fcoll.all_reduce(torch.zeros(4).add_(y.sin()), "i")
+
+    def branched(x: Tensor) -> Tensor:
+        y: Tensor = torch.cond(x.sum() > 0, lambda x: fcoll.all_reduce(x, "i"), lambda x: x.clone(), (x,))
+        return y + twice(x)
+
+    needless = "#1: what it takes is the same on all ranks of the group"
+    for f in (twice, whole(twice), fcoll.compile(twice)):
+        assert foreseen(f, mesh, x) == (2, 1, (needless,))
+    assert foreseen(stepped, mesh, x) == (3, 2, (needless,))
+    assert x.tolist() == [1.0] * 4
+    why = "the graph has operations that hold graphs of their own: cond"
+    assert foreseen(branched, mesh, x) == (3, 3, (why,))
+
+
+def test_what_is_not_listed_has_no_reasons() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = fcoll.all_reduce(fcoll.all_reduce(x, "j"), "i")  # along i, every rank is alone
+        return fcoll.all_reduce(y, "i") + fcoll.all_reduce(y.sin(), "i")
+
+    assert foreseen(f, fcoll.virtual_mesh(i=1, j=2), torch.ones(4)) == (1, 1, ())
