@@ -26,11 +26,18 @@ def bind(name: str, x: Tensor, axis: Axis, *params: Any) -> Tensor:
     layout, tokens = axis
     if layout.process and not _torch.transforming():
         return _eager(x, name, params, layout)
-    return _apply(x, name, params, tuple(layout), *tokens)
+    place = place_in(layout.process) if layout.process and torch.compiler.is_compiling() else -1
+    return _apply(x, name, params, tuple(layout), place, *tokens)
+
+
+@_torch.assume_constant_result
+def place_in(process: str) -> int:
+    """This process's rank in a group: part of a compiled graph, whose code is cached by what it holds."""
+    return Process(process, 0, ()).here()
 
 
 @_torch.allow_in_graph  # Dynamo would drop the vmap rule of a Function that it traces into
-def _apply(x: Tensor, name: str, params: Params, layout: tuple[Any, ...], *tokens: Tensor) -> Tensor:
+def _apply(x: Tensor, name: str, params: Params, layout: tuple[Any, ...], place: int, *tokens: Tensor) -> Tensor:
     return _applied(x, _Static(name, params, Layout(*layout)), *tokens)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fcoll import _torch, recorder
-from fcoll.bind import arrived, bind, started
+from fcoll.bind import arrived, bind, place_in, started
 from fcoll.engine import Flight
 from fcoll.errors import fail
 from fcoll.groups import Axis, Layout, process_of
@@ -73,7 +73,7 @@ def begin(name: str, x: Tensor, axis: Axis, params: Params) -> tuple[Tensor | No
         return bind(name, x, axis, *params), None
     if torch.compiler.is_compiling():
         key = _new_key()
-        return _begin_in_graph(x, key, name, params, tuple(layout)), key
+        return _begin_in_graph(x, key, name, params, tuple(layout), place_in(layout.process)), key
     passage = Passage(name, params, layout, next(_numbers) if differentiated else 0)
     if differentiated:
         return _Begin.apply(x, passage), passage  # type: ignore[no-untyped-call]
@@ -165,7 +165,7 @@ def _new_key() -> int:
 
 
 @_torch.allow_in_graph
-def _begin_in_graph(x: Tensor, key: int, name: str, params: Params, layout: tuple[Any, ...]) -> Tensor:
+def _begin_in_graph(x: Tensor, key: int, name: str, params: Params, layout: tuple[Any, ...], place: int) -> Tensor:
     _in_graphs[key] = Passage(name, params, Layout(*layout))
     handle: Tensor = _Begin.apply(x, _in_graphs[key])  # type: ignore[no-untyped-call]
     return handle

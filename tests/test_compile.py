@@ -460,3 +460,28 @@ def test_jacfwd_of_grad_of_a_process() -> None:
         for got, want in own.run(f, torch.ones(2)):
             close(got, want)
             close(want, 48 * torch.eye(2))
+
+
+def held() -> list[str]:
+    """What Dynamo makes of calls that differ between ranks."""
+    found: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        found.append(graph.code)
+        return graph.forward
+
+    def sent(x: Tensor) -> Any:
+        return fcoll.permute(x, fcoll.WORLD, [(0, 1)])
+
+    def started(x: Tensor) -> Any:
+        return fcoll.wait(fcoll.start(fcoll.permute, x, fcoll.WORLD, [(0, 1)]))
+
+    for f in (sent, started):
+        torch.compile(f, backend=backend, fullgraph=True)(torch.ones(3))
+    return found
+
+
+def test_graphs_of_different_ranks_are_cached_apart(ranks: Pools) -> None:
+    first, second = ranks(2).run(held)
+    assert len(first) == len(second) == 2
+    assert all(a != b for a, b in zip(first, second, strict=True)), "one rank would find the code of the other"
