@@ -47,7 +47,8 @@ def attention(x: Tensor, p: Params) -> Tensor:
     q, k, v = ((x @ p[name]).unflatten(-1, (-1, HEAD)).transpose(1, 2) for name in ("query", "key", "value"))
     later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     weights = (q @ k.mT / HEAD**0.5).masked_fill(later, -torch.inf).softmax(-1)
-    return (weights @ v).transpose(1, 2).flatten(-2) @ p["out"]
+    y: Tensor = (weights @ v).transpose(1, 2).flatten(-2)
+    return y @ p["out"]
 
 
 def loss(p: Params, tokens: Tensor, targets: Tensor, total: Callable[[Tensor], Tensor] = lambda y: y) -> Tensor:
