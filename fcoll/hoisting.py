@@ -22,7 +22,7 @@ from fcoll import _torch
 from fcoll.fusing import depths, sort
 from fcoll.invariance import ALL_REDUCE, WAIT, Family, Invariance, alike
 from fcoll.marks import INVARIANT
-from fcoll.rewrites import aten, emit, message, shown, wide
+from fcoll.rewrites import aten, emit, message, shown, tame, wide
 
 _FIRST = {  # linear in the first argument (a cat in all of its list), as derivatives are in the cotangent
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int,
@@ -38,6 +38,7 @@ _FIRST = {  # linear in the first argument (a cat in all of its list), as deriva
     aten.convolution_backward.default, aten.cat.default,
     operator.getitem, INVARIANT,
 }  # fmt: skip
+_SCALES = {aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.mul.Tensor}
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}  # linear in both arguments together
 _PRODUCTS = {aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default}  # in either alone
 
@@ -62,6 +63,8 @@ def linear(node: Node, known: Invariance, family: Family) -> list[int] | None:
     found = [args[i] for i in places]
     found = list(found[0]) if node.target == aten.cat.default else found
     others = [arg for i, arg in enumerate(args) if i not in places]
+    if node.target in _SCALES and not all(isinstance(arg, Node) or tame(arg) for arg in others):
+        return None
     if not all(isinstance(arg, Node) and _tensors(arg) for arg in (node, *found)):
         return None
     if not all(alike(known[arg], family) for arg in nodes([others, node.kwargs])):

@@ -177,7 +177,7 @@ def _own_block(node: Node, wait: Node, x: Any, n: int) -> Node:
     size, *rest = x.meta["val"].shape
     blocks = emit(wait, aten.reshape.default, x, [n, size // n, *rest])
     index = emit(wait, aten.reshape.default, _rank(node, wait, x), [1])
-    return emit(wait, aten.squeeze.dim, emit(wait, aten.index_select.default, blocks, 0, index), 0)
+    return emit(wait, aten.squeeze.dim, emit(wait, aten.index.Tensor, blocks, [index]), 0)  # see _own
 
 
 def even(node: Node) -> bool:
@@ -241,8 +241,13 @@ def _scale(node: Node) -> bool:
         and len(node.args) == 2
         and not node.kwargs
         and isinstance(node.args[0], Node)
-        and type(node.args[1]) in (int, float)
+        and tame(node.args[1])
     )
+
+
+def tame(number: Any) -> bool:
+    """Whether a literal may scale before or after a sum: it is neither 0 nor infinite, nor what keeps a sum finite."""
+    return type(number) in (int, float) and 1e-6 < abs(number) < 1e6
 
 
 def wide(value: Any) -> bool:
@@ -371,9 +376,15 @@ def moved(node: Any, alone: bool = False) -> tuple[Any, list[Node]]:
 
 def _own(node: Node, known: Invariance) -> Family | None:
     """Whether a node selects, along its first axis, by the rank in a group: the groups."""
-    if node.target != aten.index_select.default or len(node.args) != 3 or node.args[1] != 0 or not shown(node):
+    args: Any = node.args
+    if node.target == aten.index_select.default and len(args) == 3 and args[1] == 0:
+        index = args[2]
+    elif node.target == aten.index.Tensor and len(args[1]) == 1:  # as inductor has it
+        index = args[1][0]
+    else:
         return None
-    index = node.args[2]
+    if not shown(node):
+        return None
     while isinstance(index, Node) and index.target in (aten._to_copy.default, *_MOVEMENTS):
         index = index.args[0]
     if not isinstance(index, Node) or index.target != RANK or not shown(node.args[0]):

@@ -39,6 +39,7 @@ CASES: list[Case] = [
     ("broadcast", (P(),), lambda x: fcoll.broadcast(x, "tp", 1), 1, 0, "is the same"),
     ("flattened", (P("tp"),), lambda x: fcoll.all_reduce(x, ("dp", "tp")), 1, 1, ""),
     ("inner", (P(),), lambda x: fcoll.all_reduce(fcoll.all_reduce(x, "dp"), ("tp", "dp")), 2, 0, "is the same"),
+    ("infinite", (P("dp"),), lambda x: torch.nan_to_num(AR(x / 0.0, "dp")) * AR(x, "dp"), 2, 1, "travel"),
     ("twice", (P("dp"),), lambda x: fcoll.all_reduce(fcoll.all_reduce(x, "dp"), "dp"), 2, 1, "is the same"),
     ("by rank", (P(),), lambda x: fcoll.all_reduce(x * fcoll.axis_index("dp"), "dp"), 1, 1, ""),
     ("other rank", (P(),), lambda x: fcoll.all_reduce(x * fcoll.axis_index("tp"), "dp"), 1, 0, "is the same"),
@@ -365,11 +366,11 @@ def local_labels() -> list[Any]:
     )
     x, w = draw((2 * n, 3)), draw((3,), 1)
 
-    def outside(w: Tensor, weight: Tensor) -> Tensor:
+    def outside(w: Tensor, weight: Tensor) -> Any:
         return (mapped(w) * labels).sum() * weight
 
-    def weighed(w: Tensor, weight: Tensor) -> Tensor:
-        return loss(w, x) * weight  # type: ignore[no-any-return]
+    def weighed(w: Tensor, weight: Tensor) -> Any:
+        return loss(w, x) * weight
 
     found = []
     for f, whole in ((outside, mapped), (weighed, lambda w: loss(w, x))):
@@ -393,6 +394,14 @@ def by_inductor() -> tuple[Any, Any, str]:
     x = draw((3,))
     torch.compiler.reset()
     got, code = run_and_get_code(fcoll.compile(mapped), x)
+    for f in (  # what takes an own block, which inductor knows by another operation
+        lambda x: fcoll.all_gather(fcoll.reduce_scatter(x, "i"), "i").sin(),
+        lambda x: fcoll.scatter(x, "i", 1) + fcoll.all_to_all(x, "i", 0, 0).sum(0),
+        lambda x: fcoll.split(fcoll.all_reduce(x * fcoll.axis_index("i"), "i"), "i"),
+    ):
+        own: Any = fcoll.shard_map(lambda x, f=f: fcoll.all_reduce(f(x).sum(), "i"), fcoll.mesh(i=2), (P(),), P())
+        wide = draw((4, 4))
+        close(fcoll.compile(grad(own))(wide), grad(own)(wide))
     return got, mapped(x), code[0]
 
 
