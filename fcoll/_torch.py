@@ -398,7 +398,7 @@ def into_compiled() -> Any:
     """A context in which make_fx records what a compiled function does; torch refuses, unless its config says so."""
     from torch._dynamo import config
 
-    return config.patch(error_on_nested_fx_trace=False)  # type: ignore[attr-defined]
+    return config.patch(error_on_nested_fx_trace=False)
 
 
 def mark_cacheable(names: Sequence[str], version: str) -> None:
@@ -428,6 +428,25 @@ def traced_error(kind: type[Exception]) -> type[Exception]:
         Unsupported.__init__(self, message)  # type: ignore[arg-type]
 
     return type(kind.__name__, (kind, Unsupported), {"__init__": __init__, "__module__": kind.__module__})
+
+
+def backend_error(error: Exception) -> Exception:
+    """The error of a backend, in a form that Dynamo and inductor let through; see `traced_error`."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(error)
+
+    def __init__(self: Exception, message: str) -> None:
+        ShortenTraceback.__init__(self, message, first_useful_frame=None)  # type: ignore[arg-type]
+
+    def __reduce__(self: Exception) -> Any:  # elsewhere it is the plain one
+        return kind, (str(self),), {"__notes__": getattr(self, "__notes__", [])}
+
+    members = {"__init__": __init__, "__reduce__": __reduce__, "__module__": kind.__module__}
+    passing: Exception = type(kind.__name__, (kind, ShortenTraceback), members)(str(error))
+    for note in getattr(error, "__notes__", ()):
+        passing.add_note(note)
+    return passing
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

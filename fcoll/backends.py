@@ -5,10 +5,13 @@ A graph of the backward alone does not show what its inputs are, which the forwa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch.fx
+
 from fcoll import _torch
-from fcoll.errors import fail
+from fcoll.errors import FcollError, fail
 from fcoll.optimizing import optimize, optimize_together
 
 
@@ -23,7 +26,7 @@ def optimize_first(options: dict[str, Any], always: bool, version: str) -> bool:
     Raises:
         ValueError: if `always`, a backend that does not work on graphs of ATen operations made by AOTAutograd.
     """
-    rewrite = optimize if always else optimize_together
+    rewrite = _always if always else _together
     backend = options.get("backend", "inductor")
     if backend == "inductor":
         chosen = options["options"]
@@ -40,3 +43,19 @@ def optimize_first(options: dict[str, Any], always: bool, version: str) -> bool:
         )
     options["backend"] = found or backend
     return found is not None
+
+
+def _always(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    return _rewritten(optimize, graph_module)
+
+
+def _together(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    return _rewritten(optimize_together, graph_module)
+
+
+def _rewritten(rewrite: Callable[..., Any], graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """What is rewritten; errors reach the caller of the compiled function as they are, not as those of a backend."""
+    try:
+        return rewrite(graph_module)  # type: ignore[no-any-return]
+    except FcollError as error:
+        raise _torch.backend_error(error) from error.__cause__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,8 @@ from common import Pools
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fcoll import _torch
+import fcoll
+from fcoll import _torch, backends
 from fcoll.testing import Ranks
 
 NAMES = [
@@ -58,6 +60,7 @@ NAMES = [
     "torch.utils._pytree.tree_map",
     "torch._dynamo.exc.Unsupported",
     "torch._dynamo.exc.UnspecializeRestartAnalysis",
+    "torch._dynamo.exc.ShortenTraceback",
     "torch.ops._c10d_functional.all_reduce",
     "torch.ops._c10d_functional.all_gather_into_tensor",
     "torch.ops._c10d_functional.reduce_scatter_tensor",
@@ -458,6 +461,22 @@ def test_what_traces_call_is_seen_before_it_is_in_the_graph() -> None:
     with _torch.fakes():
         graph = make_fx(f)(torch.ones(2)).graph
     assert len(calls) == sum(node.target in (sin, cos) for node in graph.nodes) == 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_errors_of_a_pass_reach_the_caller(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: Any) -> Any:
+        error = fcoll.CommunicationError("the message")
+        error.add_note("a note")
+        raise error
+
+    monkeypatch.setitem(vars(backends), "optimize", failing)
+    with pytest.raises(fcoll.CommunicationError, match="the message") as found:
+        fcoll.compile(torch.sin, backend=backend, optimize=True)(torch.ones(2))
+    again = pickle.loads(pickle.dumps(found.value))
+    assert type(again) is fcoll.CommunicationError
+    assert str(again).startswith("the message")  # torch adds to it
+    assert again.__notes__[0] == "a note"
 
 
 def test_make_fx_records_what_compiled_functions_do() -> None:
