@@ -107,6 +107,10 @@ def _collective(f: Callable[..., Any], n: int, shape: Sequence[int] | None, opti
         fail("type", "draw: n is an integer, got {}", type(n).__name__)
     if n < 1:
         fail("value", "draw: n is at least 1, got {}", n)
+    if shape is not None and not (isinstance(shape, (tuple, list)) and all(type(size) is int for size in shape)):
+        fail("type", "draw: shape is a tuple of integers, got {}", shape)
+    if shape is not None and min(shape, default=1) < 1:
+        fail("value", "draw: the sizes in shape are at least 1, got {}", shape)
     given = "".join(f", {key}={value!r}" for key, value in options.items())
     axes = [("i", n)]
 
