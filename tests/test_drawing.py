@@ -526,7 +526,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "both": (lambda: draw(fcoll.vary, MESH, n=2), VALUE, "draw: give n for a collective"),
     "no number of ranks": (lambda: draw(fcoll.vary, n="i"), TYPE, "draw: n is an integer, got str"),
     "no ranks": (lambda: draw(fcoll.vary, n=0), VALUE, "draw: n is at least 1, got 0"),
-    "a number for a shape": (lambda: draw(fcoll.vary, n=2, shape=3), TYPE, "draw: shape is a tuple of integers, got 3"),  # type: ignore[call-overload]
+    "a number for a shape": (lambda: draw(fcoll.vary, n=2, shape=3), TYPE, "draw: shape is a tuple of integers, got 3"),
     "nothing to draw": (lambda: draw(fcoll.vary, n=2, shape=(2, 0)), VALUE, r"draw: the sizes in shape are at least 1"),
     "no mesh": (lambda: draw(fcoll.vary, 4), TYPE, "draw: a mesh is what fcoll.mesh"),
     "options with a mesh": (
