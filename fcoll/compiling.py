@@ -59,7 +59,8 @@ def compile(f: Any = None, *, optimize: bool | None = None, **options: Any) -> A
     given = options.get("options") or {}
     if options.get("backend", "inductor") == "inductor":  # torch takes either a mode or options
         given = {**_torch.mode_options(options.pop("mode", None)), **given}
-    options["options"] = {"guard_filter_fn": guards.needed, **given}
+    if options.get("mode") is None:
+        options["options"] = {"guard_filter_fn": guards.needed, **given}
     marking = optimize is not False and backends.optimize_first(options, bool(optimize), _digest())
     compiled: Any = torch.compile(f, **{"fullgraph": True, **options})
     name = getattr(f, "__name__", type(f).__name__)

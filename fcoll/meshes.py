@@ -271,21 +271,17 @@ def simulated_groups(
     mesh = _mesh_of(key)
     assert mesh.mesh_dim_names is not None
     found: dict[str | tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
-    rows: dict[str, tuple[tuple[int, ...], ...]] = {}
-    first: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
-    for count in range(len(mesh.mesh_dim_names) + 1):
-        for names in itertools.permutations(mesh.mesh_dim_names, count):
-            rows[",".join(names)] = each = _rows(mesh, names)
-            first[each[0]] = each
     for group in groups:
-        if isinstance(group, tuple):
-            if group in first:
-                found[group] = first[group]
-            continue
-        told = simulated(group)
+        told = simulated(group) if isinstance(group, str) else None
         if told and told[0] == key:
-            parts = ast.literal_eval(told[2]) if told[2] else (range(len(rows[told[1]][0])),)
-            found[group] = tuple(tuple(row[i] for i in part) for row in rows[told[1]] for part in parts)
+            rows = _rows(mesh, tuple(told[1].split(",")) if told[1] else ())
+            parts = ast.literal_eval(told[2]) if told[2] else (range(len(rows[0])),)
+            found[group] = tuple(tuple(row[i] for i in part) for row in rows for part in parts)
+    for count in range(len(mesh.mesh_dim_names) + 1):
+        for names in itertools.combinations(mesh.mesh_dim_names, count):  # marks list ranks in the order of the mesh
+            rows = _rows(mesh, names)
+            if rows[0] in groups:
+                found[rows[0]] = rows
     return mesh.size(), found
 
 
