@@ -47,9 +47,9 @@ def _finished(how: Any, x: Tensor, arrived: Tensor) -> Tensor:
 
 def _inlined(before: Node, f: Callable[..., Any], *args: Any) -> Node:
     """The operations of f in front of a node; those that its result needs."""
-    values = _torch.fake_result(before.meta["val"], lambda *values: values, [arg.meta["val"] for arg in args], {})
     with marks.unmarked():
-        traced = make_fx(f)(*values).graph
+        made = _torch.fake_result(before.meta["val"], make_fx(f), [arg.meta["val"] for arg in args], {})
+    traced = made.graph
     (result,) = traced.output_node().args
     needed = {result}
     for node in reversed(traced.nodes):

@@ -61,12 +61,12 @@ def draw(
         >>> fcoll.draw(fcoll.all_to_all, n=2)
         all_to_all(x, 'i'), i=2
         <BLANKLINE>
-              forward          backward
-        rank  x         y      ȳ         x̄
-        0     0a 0b  →  0a 1a  0a 0b  →  0a 1a
-        1     1a 1b  →  0b 1b  1a 1b  →  0b 1b
+              forward            backward
+        rank  x           y      ȳ            x̄
+        0     0a 0b    →  0a 1a  0a 0b     →  0a 1a
+        1     1a 1b    →  0b 1b  1a 1b     →  0b 1b
         <BLANKLINE>
-        2a = element a of rank 2 · backward: cotangents
+        1a = element a of rank 1 · backward: cotangents
         >>> def step(x):
         ...     return fcoll.shift(fcoll.all_reduce(x, "tp"), "dp")
         >>> fcoll.draw(step, fcoll.virtual_mesh(dp=2, tp=2))(torch.ones(1))

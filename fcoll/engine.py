@@ -268,7 +268,7 @@ def reduce(x: Tensor, dst: int, process: Process) -> Flight:
     group = process.group()
     if lowering.choose("reduce", x, process.n, group):
         flight, here = _to_root(x, dst, process)
-        return flight.then(_REDUCE["sum"] if here else lambda _: zeros(x, x.shape))
+        return flight.then(_REDUCE["sum"] if here else lambda y: zeros(x, x.shape, y))
     wire, back = reducible(x, "sum")
     buffer, root = _copy(wire), process.rank(dst)
     flight = Flight(buffer, (group.reduce([buffer], _rooted(dist.ReduceOptions, root)),), back)
@@ -280,7 +280,7 @@ def gather(x: Tensor, dst: int, process: Process) -> Flight:
     if marks.wanted() and _torch.tracing(x):
         return _later(x, "gather", [process.rank(dst)], process).then(_from_ranks(process))
     flight, here = _to_root(x, dst, process)
-    return flight if here else flight.then(lambda _: zeros(x, (process.n, *x.shape)))
+    return flight if here else flight.then(lambda y: zeros(x, (process.n, *x.shape), y))
 
 
 def _to_root(x: Tensor, dst: int, process: Process) -> tuple[Flight, bool]:
@@ -348,7 +348,7 @@ def permute(x: Tensor, perm: Sequence[tuple[int, int]], process: Process) -> Fli
     source = [process.rank(source) for source, destination in perm if destination == here]
 
     def arrived(y: Tensor) -> Tensor:
-        return y if source else zeros(x, x.shape)
+        return y if source else zeros(x, x.shape, y)
 
     if not _torch.tracing(x) and _one_way(perm) and lowering.choose("permute", x, process.n, group := process.group()):
         wire, back = movable(x)
@@ -406,12 +406,17 @@ def at_root(y: Tensor, root: int, process: Process) -> Tensor:
     """y on the root, zeros elsewhere."""
     if marks.wanted() and _torch.tracing(y):
         return torch.where(process.index_tensor().to(y.device) == root, y, zeros(y, ()))
-    return y if process.here() == root else zeros(y, y.shape)
+    return y if process.here() == root else zeros(y, y.shape, y)
 
 
-def zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zeros that take no memory. By `full`, which inductor knows in a graph that `deferred.py` has changed."""
-    return torch.full((), 0, dtype=like.dtype, device=like.device).expand(shape)
+def zeros(like: Tensor, shape: Sequence[int], arrived: Tensor | None = None) -> Tensor:
+    """Zeros that take no memory, for a rank to which nothing was sent, or nothing that counts: what has arrived. In a
+    graph they are made of that, since partitioners drop messages that no result needs, for which other ranks wait.
+    """
+    zero = torch.full((), 0, dtype=like.dtype, device=like.device)  # which inductor knows after `deferred.py` as well
+    if arrived is not None and _torch.tracing(arrived):
+        zero = torch.cat((arrived.reshape(-1)[:0].to(like.dtype), zero.view(1))).view(())
+    return zero.expand(shape)
 
 
 def _to_ranks(blocks: Tensor, process: Process) -> Tensor:

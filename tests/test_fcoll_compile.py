@@ -504,3 +504,37 @@ def test_torch_cannot_export_a_function_in_a_transform() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", EXPORT], cwd=ROOT, env=env, text=True, capture_output=True, timeout=100)
     assert run.stdout == "True\n", run.stderr
+
+
+# ---- messages whose result a rank does not need
+
+
+def unneeded() -> list[Any]:
+    """Ranks that only send, with a partitioner that drops what no result of the graph needs."""
+    rank, found = dist.get_rank(), []
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward))
+    programs: list[Callable[[Tensor], Tensor]] = [
+        lambda x: fcoll.permute(x, fcoll.WORLD, [(0, 1)]),
+        lambda x: fcoll.gather(x, fcoll.WORLD, 1),
+        lambda x: fcoll.scatter(x, fcoll.WORLD, 2),
+        lambda x: fcoll.reduce(x, fcoll.WORLD, 1),
+    ]
+    for program in programs:
+
+        def both(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+            y = f(x)
+            return y.detach(), *torch.autograd.grad(y, x, draw(tuple(y.shape), 10 + rank))
+
+        x = draw((3, 2), rank).requires_grad_()
+        torch.compiler.reset()
+        plain = torch.compile(lambda x, f=program: f(x), fullgraph=True, backend=backend)
+        optimised = fcoll.compile(lambda x, f=program: f(x), backend=backend, optimize=True)
+        found.append((both(program, x), both(plain, x), both(optimised, x)))
+    return found
+
+
+def test_messages_are_sent_that_the_sender_does_not_need(ranks: Pools) -> None:
+    for found in ranks(3).run(unneeded, timeout=60):
+        for i, (want, *got) in enumerate(found):
+            for each in got:
+                close(each, want, i)
