@@ -59,4 +59,4 @@ def _inlined(before: Node, f: Callable[..., Any], *args: Any) -> Node:
     for node in traced.nodes:
         if node in needed and node not in new:
             new[node] = emit(before, node.target, *torch.fx.map_arg(node.args, new.__getitem__), **node.kwargs)
-    return new[result]  # type: ignore[index]
+    return new[result]

@@ -521,7 +521,7 @@ def unneeded() -> list[Any]:
     ]
     for program in programs:
 
-        def both(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        def both(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, ...]:
             y = f(x)
             return y.detach(), *torch.autograd.grad(y, x, draw(tuple(y.shape), 10 + rank))
 
