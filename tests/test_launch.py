@@ -261,8 +261,8 @@ def test_the_timeout_names_the_silent_ranks() -> None:
 def test_an_interrupt_at_any_time() -> None:
     """From before the processes start until they run."""
     for delay in (0.001, 0.02, 0.1, 0.8):
-        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # which may come before launch does
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
             fcoll.launch(time.sleep, 2, 600)
 
 
