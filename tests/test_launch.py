@@ -260,10 +260,14 @@ def test_the_timeout_names_the_silent_ranks() -> None:
 @pytest.mark.usefixtures("nothing_left")
 def test_an_interrupt_at_any_time() -> None:
     """From before the processes start until they run."""
+
+    def interrupted(delay: float) -> None:  # perhaps before launch is called
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+        fcoll.launch(time.sleep, 2, 600)
+
     for delay in (0.001, 0.02, 0.1, 0.8):
-        with pytest.raises(KeyboardInterrupt):  # which may come before launch does
-            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
-            fcoll.launch(time.sleep, 2, 600)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(delay)
 
 
 def test_ctrl_c_in_a_script_without_a_guard(tmp_path: pathlib.Path) -> None:
